@@ -18,14 +18,14 @@ from stoker.backends.fake.vocabulary import FakeVocabulary
 from stoker.backends.llama.batch import NONE, TokenBatch, passes
 from stoker.backends.protocol.backend import Candidates, Capabilities, Lengths
 from stoker.backends.protocol.extensions import Extensions
-from stoker.ipc.model import ModelClass
+from stoker.ipc.model import KVLayout, ModelClass
 from stoker.models.memory_estimate.fit import Estimate
 from stoker.models.reader import ModelDescription
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from stoker.backends.protocol.backend import BatchPlan, Rows
+    from stoker.backends.protocol.backend import BatchPlan, Buffer, Rows
     from stoker.ipc.model import ModelSpec
     from stoker.models.memory_estimate.fit import Estimator
     from stoker.models.reader import LoadContext
@@ -73,14 +73,17 @@ class _InFlight:
 class SteadyDevice:
     """See the module.
 
+    Args:
+        token_bytes: of a token's state; with 0 states cannot be had, and sequences lie in one pool.
+
     Attributes:
         laps: of every step so far.
         logits: float32 (num_sequences, n_vocab); each row has one clear maximum, a letter.
         best: the largest of each row.
     """
 
-    def __init__(self, spec: ModelSpec, n_vocab: int, step_s: float) -> None:
-        self.step_s = step_s
+    def __init__(self, spec: ModelSpec, n_vocab: int, step_s: float, token_bytes: int = 0) -> None:
+        self.step_s, self._token_bytes = step_s, token_bytes
         self.laps: list[Lap] = []
         num_sequences, n_batch = max(2 * spec.num_slots, spec.num_slots + 8), spec.n_batch or N_BATCH
         self.logits = np.zeros((num_sequences, n_vocab), np.float32)
@@ -106,6 +109,7 @@ class SteadyDevice:
             can_trim=True,
             can_fork=True,
             is_async=True,
+            kv_layout=KVLayout.STREAMS if token_bytes else KVLayout.POOL,
         )
         self._lengths = Lengths(num_sequences, n_vocab, n_batch)
         self._batch = TokenBatch(n_batch)
@@ -115,8 +119,8 @@ class SteadyDevice:
 
     @property
     def extensions(self) -> Extensions:
-        """It gives candidates."""
-        return Extensions(draws=self)
+        """It gives candidates, and states if these take bytes."""
+        return Extensions(draws=self, states=self if self._token_bytes else None)
 
     @property
     def num_candidates(self) -> int:
@@ -146,27 +150,36 @@ class SteadyDevice:
         """Count only."""
         self._lengths[seq] = 0
 
+    def export_state(self, seq: int) -> bytes:
+        """Zeros."""
+        return bytes(self._lengths[seq] * self._token_bytes)
+
+    def import_state(self, seq: int, data: Buffer) -> None:
+        """Count only."""
+        self._lengths[seq] = memoryview(data).nbytes // self._token_bytes
+
     def length(self, seq: int) -> int:
         """Tokens the sequence would hold."""
         return self._lengths[seq]
 
     def memory(self) -> dict[str, int]:
-        """Nothing."""
-        return {"weights": 0, "kv": 0, "compute": 0}
+        """Its states."""
+        return {"weights": 0, "kv": self._token_bytes * self.capabilities.num_cells, "compute": 0}
 
     def close(self) -> None:
         """Nothing is held."""
 
 
 class SteadyReader:
-    """The model "steady:VOCABULARY,STEP_MS"; `made` is the one loaded last."""
+    """The model "steady:VOCABULARY,STEP_MS" or "...,TOKEN_BYTES"; `made` is the one loaded last."""
 
     fingerprint = ""
     made: SteadyDevice
 
     def __init__(self, path: str) -> None:
-        n_vocab, step_ms = path.removeprefix(SCHEME).split(",")
+        n_vocab, step_ms, *token_bytes = path.removeprefix(SCHEME).split(",")
         self._n_vocab, self._step_s = int(n_vocab), float(step_ms) / 1e3
+        self._token_bytes = int(token_bytes[0]) if token_bytes else 0
 
     def describe(self) -> ModelDescription:
         """A decoder."""
@@ -189,7 +202,7 @@ class SteadyReader:
     def load(self, spec: ModelSpec, context: LoadContext) -> SteadyDevice:
         """Make it."""
         context.on_progress(1.0)
-        type(self).made = SteadyDevice(spec, self._n_vocab, self._step_s)
+        type(self).made = SteadyDevice(spec, self._n_vocab, self._step_s, self._token_bytes)
         return self.made
 
     def try_out(self, context: LoadContext) -> None:

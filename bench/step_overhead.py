@@ -9,7 +9,8 @@ row is part of it, and also shown by itself.
 
 Beside a device the parts of a step count differently: from rows that are there to the next launch the device
 stands still, everything after the launch is free while it takes less than the device. Without a model both
-are measured on a device that takes time and computes nothing, at 1, 8, 32 and 64 rows.
+are measured on a device that takes time and computes nothing, at 1, 8, 32 and 64 rows; also what it takes to
+admit 64 requests that come at once, where slots and cache are full of what earlier ones have left.
 
     python -m bench.step_overhead --device [--vocabulary 1024] [--device-ms 5.8] [--json]
 """
@@ -38,6 +39,8 @@ from stoker.client.process.transport import config_of
 from stoker.engine.inbox import Inbox
 from stoker.engine.loop import EngineLoop
 from stoker.engine.process import EventWriter
+from stoker.engine.runners.slots import SlotRunner
+from stoker.engine.runners.steps import StepRunner
 from stoker.ipc.commands import LoadModel, Shutdown, Submit
 from stoker.ipc.events import Failed, Finished, ModelState
 from stoker.ipc.model import ModelSpec
@@ -55,6 +58,11 @@ NUM_ROWS = 8
 DEVICE_ROWS = (1, 8, 32, 64)
 DEVICE_CELLS = 2**16
 NUM_TOKENS = 160
+CROWD_TOKENS = 2
+TOKEN_BYTES = 1024
+NUM_FILLING = 5
+"""Crowds until there are as many stored prefixes as a cache takes."""
+NUM_CROWDS = 5
 PROMPT_WORDS = 24
 NATIVE_CALLS = ("llama_decode", "llama_get_logits")
 WAIT_S = 300.0
@@ -97,6 +105,21 @@ class BesideDevice:
     after_launch_ms: float
     before_launch_cpu_ms: float
     after_launch_cpu_ms: float
+
+
+@dataclass(frozen=True, slots=True)
+class Admission:
+    """Milliseconds of the loop for each request of a crowd, from the inbox to its slot, prompts apart.
+
+    Attributes:
+        accept_ms: entering the queue, with the estimate and event of its place; median over crowds.
+        admit_ms: from the queue to a slot: what gives way, states that are stored, events.
+    """
+
+    num_rows: int
+    num_crowds: int
+    accept_ms: float
+    admit_ms: float
 
 
 @dataclass(slots=True)
@@ -169,6 +192,23 @@ class Stopwatch:
             setattr(Generation, "advance", advance)  # noqa: B010 - likewise
 
 
+@contextmanager
+def clocked(owner: type, name: str) -> Iterator[list[float]]:
+    """Inside, the seconds of each call of that method are noted."""
+    method, took_s = getattr(owner, name), list[float]()
+
+    def timed(*args: Any) -> None:
+        began_s = time.perf_counter()
+        method(*args)
+        took_s.append(time.perf_counter() - began_s)
+
+    setattr(owner, name, timed)
+    try:
+        yield took_s
+    finally:
+        setattr(owner, name, method)
+
+
 def summarise(way: str, turns: Sequence[Turn]) -> Overhead:
     """The steps of `turns` that decode all rows, each followed by another such step.
 
@@ -223,14 +263,14 @@ class Engine:
         self._ours.close()
         self._swallower.wait(WAIT_S)
 
-    def run(self, way: str, sampling: Sampling) -> None:
-        """As many requests as there are slots, from start to end."""
+    def run(self, way: str, sampling: Sampling, num_tokens: int = NUM_TOKENS, crowd: int = 0) -> None:
+        """As many requests as there are slots, from start to end; each `crowd` has prompts of its own."""
         self._outcomes.clear()
         for index in range(self._spec.num_slots):
             request = GenerateRequest(
-                prompt=random_prompt(PROMPT_WORDS, index),
+                prompt=random_prompt(PROMPT_WORDS, index + crowd * self._spec.num_slots),
                 model=self._spec.id,
-                max_tokens=NUM_TOKENS,
+                max_tokens=num_tokens,
                 sampling=sampling,
                 ignore_eos=True,
             )
@@ -311,6 +351,28 @@ def measure_beside_device(n_vocab: int, step_ms: float) -> list[BesideDevice]:
     return results
 
 
+def measure_admission(n_vocab: int, step_ms: float) -> Admission:
+    """Of crowds of as many as there are slots, once slots and cache are full."""
+    register()
+    num_rows = DEVICE_ROWS[-1]
+    path = f"{SCHEME}{n_vocab},{step_ms},{TOKEN_BYTES}"
+    spec = ModelSpec(id="bench", path=path, num_slots=num_rows, n_ctx=1024, num_cells=DEVICE_CELLS)
+    accepted_ms, admitted_ms = [], []
+    with Engine(spec) as engine:
+        for crowd in range(NUM_FILLING + NUM_CROWDS):
+            with (
+                clocked(SlotRunner, "accept") as accepting,
+                clocked(SlotRunner, "schedule") as scheduling,
+                clocked(StepRunner, "finish") as finishing,  # a part of it that is no admission
+            ):
+                engine.run(f"crowd {crowd}", WAYS["greedy"], CROWD_TOKENS, crowd)
+            accepted_ms.append(1e3 * sum(accepting) / num_rows)
+            admitted_ms.append(1e3 * (sum(scheduling) - sum(finishing)) / num_rows)
+    return Admission(
+        num_rows, NUM_CROWDS, median(accepted_ms[NUM_FILLING:]), median(admitted_ms[NUM_FILLING:])
+    )
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Print the overhead, as text or as one JSON line."""
     parser = argparse.ArgumentParser(prog="python -m bench.step_overhead", description=__doc__)
@@ -343,8 +405,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _report_device(options: argparse.Namespace) -> int:
     results = measure_beside_device(options.vocabulary, options.device_ms)
+    admission = measure_admission(options.vocabulary, options.device_ms)
     if options.json:
-        print(json.dumps([asdict(result) for result in results]))
+        print(json.dumps([*map(asdict, results), asdict(admission)]))
         return 0
     for result in results:
         print(
@@ -352,6 +415,10 @@ def _report_device(options: argparse.Namespace) -> int:
             f"(CPU {result.before_launch_cpu_ms:.3f}), after it {result.after_launch_ms:.3f} "
             f"(CPU {result.after_launch_cpu_ms:.3f}), {result.num_steps} steps"
         )
+    print(
+        f"{admission.num_rows} at once: {admission.accept_ms:.3f} ms each into the queue, "
+        f"{admission.admit_ms:.3f} from there into a slot, median of {admission.num_crowds} crowds"
+    )
     return 0
 
 

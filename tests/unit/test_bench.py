@@ -19,7 +19,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[2]))  # bench lies beside src and is not installed
 
-from bench import contest, publication
+from bench import contest, publication, step_overhead
 from bench.__main__ import main, parse_arguments, plan_of
 from bench.client import Client, Completion
 from bench.errors import BenchError
@@ -35,6 +35,8 @@ from bench.step_overhead import Turn, summarise, summarise_laps
 from bench.target import Target
 from bench.workloads import WORKLOADS, Better, Metric, Outcome, Workload, noisy, priority, shared
 from bench_stand_in import StandIn, StandInProcess, serving
+
+from stoker.backends import registry
 
 SHAPE = Shape(num_slots=8, ctx_size=4096, num_threads=2)
 SPEED = Metric("speed", "decode", "tok/s", Better.HIGHER, bar=0.95)
@@ -379,6 +381,16 @@ def test_the_time_before_a_launch_and_the_time_behind_it_are_apart() -> None:
     assert [found.before_launch_cpu_ms, found.after_launch_cpu_ms] == pytest.approx([300.0, 100.0])
     with pytest.raises(BenchError, match="0 steps had 32 rows"):
         summarise_laps("greedy", 32, laps)
+
+
+def test_the_admission_of_a_crowd_is_taken_from_the_loop_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    """O1: every crowd goes through the queue and the slots of a real engine."""
+    monkeypatch.setattr(registry, "BACKENDS", registry.BACKENDS)
+    monkeypatch.setattr(step_overhead, "DEVICE_ROWS", (4,))
+    admission = step_overhead.measure_admission(512, 0.0)
+    assert (admission.num_rows, admission.num_crowds) == (4, step_overhead.NUM_CROWDS)
+    assert admission.accept_ms > 0
+    assert admission.admit_ms > 0
 
 
 # ---------------------------------------------------------------- command line

@@ -181,20 +181,14 @@ class KVAllocator:
         vacant = self.slots.vacant()
         return None if vacant is None else SlotPlacement(vacant.id, vacant.id, hit.num_tokens, hit.entry)
 
-    def num_available(self, sequence: Sequence) -> int:
-        """Tokens it would find if it got a slot now, or as soon as they are read."""
-        length = self._num_live(sequence)
-        hit = self.stored(sequence, length)
-        return length if hit is None else hit.num_tokens
-
-    def to_fetch(self, sequence: Sequence) -> Entry | None:
-        """The stored state that saves it the most, if that is on disk."""
-        hit = self.stored(sequence, self._num_live(sequence))
-        return None if hit is None or hit.entry.is_in_ram else hit.entry
-
-    def _num_live(self, sequence: Sequence) -> int:
+    def at_hand(self, sequence: Sequence) -> tuple[int, Entry | None]:
+        """Tokens it would find if it got a slot now, or as soon as they are read, and what is to be read."""
         live = self.slots.source(sequence)
-        return 0 if live is None else live[1]
+        length = 0 if live is None else live[1]
+        hit = self.stored(sequence, length)
+        if hit is None:
+            return length, None
+        return hit.num_tokens, None if hit.entry.is_in_ram else hit.entry
 
     def stored(self, sequence: Sequence, num_live: int) -> Hit | None:
         """A stored state that saves it more than cells do, and for which there is room."""

@@ -211,9 +211,14 @@ class PrefixWait:
         has_its_own = sequence.form in {ParkForm.CELLS, ParkForm.SNAPSHOT}
         if has_its_own or sequence.wants_prompt_logits or not sequence.shares:
             return False
-        return self._follow(sequence) or self._fetch(sequence)
+        num_at_hand, on_disk = self._allocator.at_hand(sequence)
+        if self._follow(sequence, num_at_hand):
+            return True
+        if on_disk is not None:
+            self._allocator.prefix_source.fetch(sequence, on_disk)
+        return on_disk is not None
 
-    def _follow(self, sequence: Sequence) -> bool:
+    def _follow(self, sequence: Sequence, num_at_hand: int) -> bool:
         """Wait for another sequence's prefill of a common prefix, if there is one."""
         limits, running = self._allocator.limits, self._allocator.slots.running
         source = self._allocator.prefix_source
@@ -221,7 +226,7 @@ class PrefixWait:
             return False
         if not any(other.state is SequenceState.PREFILL for other in running):
             return False
-        least = self._allocator.num_available(sequence) + self._allocator.slots.least_copied
+        least = num_at_hand + self._allocator.slots.least_copied
         follow = leader_for(sequence, running, least)
         if follow is None:
             return False
@@ -232,13 +237,6 @@ class PrefixWait:
         if not sequence.is_background:
             follow.leader.is_raised = True
         return True
-
-    def _fetch(self, sequence: Sequence) -> bool:
-        """Have its prefix read, if most of it is on disk."""
-        entry = self._allocator.to_fetch(sequence)
-        if entry is not None:
-            self._allocator.prefix_source.fetch(sequence, entry)
-        return entry is not None
 
 
 def _let_meet(sequence: Sequence, follow: PrefixFollow) -> None:
