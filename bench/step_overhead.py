@@ -247,7 +247,12 @@ class Engine:
         self._swallower = subprocess.Popen(["cat"], stdin=theirs.fileno(), stdout=subprocess.DEVNULL)  # noqa: S607 - any cat
         theirs.close()
         self._writer = EventWriter(self._ours)
-        settings = EngineSettings.model_validate({"slots": spec.num_slots, "ctx_size": spec.n_ctx})
+        asked = {
+            "slots": spec.num_slots,
+            "ctx_size": spec.n_ctx,
+            "cache_disk_bytes": 0,
+        }  # nothing stays behind
+        settings = EngineSettings.model_validate(asked)
         self._loop = EngineLoop(self._inbox, self._publish, config_of(settings))
         self._thread = threading.Thread(target=self._loop.run, name="bench-engine", daemon=True)
 
