@@ -11,7 +11,7 @@ from stepping import Machine
 from stoker.backends.fake.backend import FakeBackend
 from stoker.cache.entry import EntryState
 from stoker.cache.prefix_cache import CacheLimits
-from stoker.kv.allocator import BUSY_SHARE, IDLE_TARGETS, MoveBudget
+from stoker.kv.allocator import BUSY_SHARE, IDLE_TARGETS, ComputeTime, MoveBudget, unknown
 
 if TYPE_CHECKING:
     from stoker.backends.protocol.backend import Buffer
@@ -64,39 +64,53 @@ def prompt(seed: int, length: int) -> list[int]:
     return [3 + (seed * 101 + at * 7) % 200 for at in range(length)]
 
 
-def test_a_turn_spends_its_target_and_no_more() -> None:
+def saved_up(compute_s: ComputeTime = unknown) -> MoveBudget:
+    """A budget whose turns have gone on for so long that it has all that it may have, at 100 s."""
+    budget = MoveBudget(TARGET_S, compute_s)
+    for turn in range(2000):
+        budget.begin(100.0 - (1999 - turn) * TARGET_S)
+    return budget
+
+
+def test_a_turn_spends_what_was_saved_up_and_no_more() -> None:
     """SPEC C16: copies are made until the time is spent, which is saved up again, a part of the time."""
-    budget = MoveBudget(TARGET_S)
-    budget.begin(100.0)
+    budget = saved_up()
     assert [budget.take(0.02, 100) for _ in range(4)] == [True, True, False, False]
     assert budget.take(0.01, 100)
+    assert budget.is_spent
     assert not budget.take(0.001, 100)
-    budget.begin(100.0 + 0.02 / BUSY_SHARE)
+    for turn in range(1, 5):
+        budget.begin(100.0 + turn * 0.05)
     assert not budget.take(0.021, 100)
     assert budget.take(0.019, 100)
-    budget.begin(200.0)
-    assert budget.take(TARGET_S, 100)
+    assert budget.num_refused_total == 4
+
+
+def test_time_without_turns_saves_up_nothing() -> None:
+    """SPEC C16: the crowd that comes after a quiet hour waits for no copy."""
+    budget = MoveBudget(TARGET_S)
+    budget.begin(1.0)
     assert not budget.take(0.001, 100)
-    assert budget.num_refused_total == 5
+    budget.begin(3601.0)
+    assert not budget.take(BUSY_SHARE * TARGET_S * 1.01, 100)
+    assert budget.take(BUSY_SHARE * TARGET_S * 0.99, 100)
 
 
 def test_an_idle_turn_spends_more_and_none_is_spent_where_it_is_forbidden() -> None:
     """SPEC C16: what is forbidden in one turn is still saved up in the next."""
-    budget = MoveBudget(TARGET_S)
-    budget.begin(1.0)
-    budget.begin_idle()
-    assert [budget.take(TARGET_S, 100) for _ in range(IDLE_TARGETS + 1)] == [True] * IDLE_TARGETS + [False]
-    budget.begin(100.0)
+    budget = saved_up()
     budget.forbid()
+    assert budget.is_spent
     assert not budget.take(0.001, 100)
     budget.begin(100.001)
     assert budget.take(TARGET_S, 100)
+    budget.begin_idle()
+    assert [budget.take(TARGET_S, 100) for _ in range(IDLE_TARGETS + 1)] == [True] * IDLE_TARGETS + [False]
 
 
 def test_what_is_computed_as_quickly_is_not_copied() -> None:
     """SPEC C16: it would have to be put back too."""
-    budget = MoveBudget(TARGET_S, lambda num_tokens: num_tokens * 20e-6)
-    budget.begin(0.0)
+    budget = saved_up(lambda num_tokens: num_tokens * 20e-6)
     assert not budget.take(1000 * TOKEN_S / 20, 1000)
     assert budget.take(1000 * 9e-6, 1000)
 

@@ -63,16 +63,17 @@ class MoveBudget:
     def __init__(self, target_s: float, compute_s: ComputeTime = unknown) -> None:
         self._target_s = target_s
         self._compute_s = compute_s
-        self._saved_s = self._left_s = target_s
-        self._at_s = -math.inf
+        self._saved_s = self._left_s = 0.0
+        self._at_s = math.inf
         self.num_refused_total = 0
 
     def __repr__(self) -> str:
         return f"<MoveBudget {self._left_s * 1000:.1f} ms left, {self.num_refused_total} refused>"
 
     def begin(self, now: float) -> None:
-        """A turn begins that may spend what was saved up since the last copies."""
-        self._saved_s = min(self._target_s, self._saved_s + BUSY_SHARE * (now - self._at_s))
+        """A turn begins that may spend what was saved up since the last copies, while there were turns."""
+        passed_s = min(max(0.0, now - self._at_s), self._target_s)  # a crowd that comes at last does not wait
+        self._saved_s = min(self._target_s, self._saved_s + BUSY_SHARE * passed_s)
         self._left_s, self._at_s = self._saved_s, now
 
     def begin_idle(self) -> None:
@@ -82,6 +83,11 @@ class MoveBudget:
     def forbid(self) -> None:
         """The turn makes no copy that takes time."""
         self._left_s = 0.0
+
+    @property
+    def is_spent(self) -> bool:
+        """Whether no copy that takes time may be made."""
+        return self._left_s <= 0.0
 
     def take(self, cost_s: float, num_tokens: int) -> bool:
         """Whether a copy of a state of so many tokens may be made now; its time is spent then."""

@@ -12,6 +12,7 @@ imports ended.
 from __future__ import annotations
 
 import logging
+import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -81,7 +82,9 @@ def _export(op: Export, backend: Backend, allocator: KVAllocator) -> None:
         allocator.not_exported(entry, op.sequence)
         return
     copy_times = backend.extensions.copy_times
-    cost_s = copy_times.export_s(op.seq) if copy_times else 0.0
+    cost_s = 0.0
+    if copy_times:  # which takes time to be found out
+        cost_s = math.inf if allocator.moves.is_spent else copy_times.export_s(op.seq)
     if not allocator.moves.take(cost_s, entry.num_tokens):
         allocator.not_exported(entry, op.sequence)  # others would wait for longer than it is worth
         return
