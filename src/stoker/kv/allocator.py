@@ -63,7 +63,7 @@ class MoveBudget:
     def __init__(self, target_s: float, compute_s: ComputeTime = unknown) -> None:
         self._target_s = target_s
         self._compute_s = compute_s
-        self._saved_s = self._left_s = 0.0
+        self._saved_s = self._left_s = self._wanted_s = 0.0
         self._at_s = math.inf
         self.num_refused_total = 0
 
@@ -85,19 +85,28 @@ class MoveBudget:
         self._left_s = 0.0
 
     @property
-    def is_spent(self) -> bool:
-        """Whether no copy that takes time may be made."""
-        return self._left_s <= 0.0
+    def has_time(self) -> bool:
+        """Whether a copy may be made now, as long as the last one for which there was no time."""
+        return self._left_s > 0.0 and self._left_s >= self._wanted_s
 
-    def take(self, cost_s: float, num_tokens: int) -> bool:
-        """Whether a copy of a state of so many tokens may be made now; its time is spent then."""
+    def is_worth(self, cost_s: float, num_tokens: int) -> bool:
+        """Whether a copy of a state of so many tokens saves time, and there may ever be so much."""
         compute_s = self._compute_s(num_tokens)
-        is_worth_it = compute_s is None or LEAST_GAIN * cost_s <= compute_s
-        if cost_s > 0 and not (is_worth_it and cost_s <= self._left_s):
+        saves = compute_s is None or LEAST_GAIN * cost_s <= compute_s
+        if not (saves and cost_s <= IDLE_TARGETS * self._target_s):
+            self.num_refused_total += 1
+            return False
+        return True
+
+    def take(self, cost_s: float) -> bool:
+        """Whether there is time for a copy now, which is spent then."""
+        if cost_s > self._left_s:
+            self._wanted_s = cost_s
             self.num_refused_total += 1
             return False
         self._left_s -= cost_s
         self._saved_s = max(0.0, self._saved_s - cost_s)
+        self._wanted_s = 0.0
         return True
 
 
@@ -209,6 +218,7 @@ class KVAllocator:
 
     def admit(self, sequence: Sequence, placement: SlotPlacement, ops: list[KVOp]) -> str:
         """Give it the slot, with what is kept of it or shared with it; returns a line for its history."""
+        self.moves.forbid()  # it waits for no copy that it can do without
         slot = self.slots[placement.slot]
         if sequence.form is ParkForm.CELLS:
             told = f"{sequence.num_computed} tokens still in their cells"
@@ -329,7 +339,6 @@ class KVAllocator:
             while self.evict_oldest(turn.ops):
                 pass
         elif turn.admitted:
-            self.moves.forbid()  # an admission waits for no copy that it can do without
             if not self.limits.has_streams:
                 self._drop_copied(turn)
         elif self.limits.has_streams:
@@ -350,9 +359,9 @@ class KVAllocator:
         self.is_trim_due = False
 
     def _store_ahead(self, ops: list[KVOp]) -> None:
-        """Store what one idle slot keeps while no slot is empty: the next to come need not wait for it."""
+        """Store what one idle slot keeps while no slot is empty: the next to come takes its place."""
         is_full = all(slot.kept for slot in self.slots.slots if slot.is_idle)
-        if is_full:
+        if is_full and self.moves.has_time:
             self.store_kept(ops)
         self.is_trim_due = is_full and self.has_unstored
 
@@ -429,6 +438,8 @@ class KVAllocator:
     def _store(self, slot: Slot, ops: list[KVOp]) -> None:
         """Store what an idle slot keeps, if it may and is worth it."""
         assert slot.last is not None, f"{slot!r} keeps tokens without an owner"
+        if self.limits.is_on_device and not self.moves.has_time:
+            return  # and what is stored stays
         slot.is_store_decided, slot.copy = True, None
         entry = self.prefix_source.store(slot.last, len(slot.kept))
         if entry is not None:
@@ -450,6 +461,12 @@ class KVAllocator:
             self.cache.failed(entry)
         if sequence is not None and sequence.entry is entry and not sequence.is_importing:
             self.lost(sequence)
+
+    def store_later(self, entry: Entry) -> None:
+        """There was no time for its Export: where its slot still keeps it, it is stored another time."""
+        for slot in self.slots.slots:
+            if slot.copy is entry:
+                slot.is_store_decided, slot.copy = False, None
 
     def imported(self, sequence: Sequence) -> None:
         """The answer to an Import: the backend has it."""

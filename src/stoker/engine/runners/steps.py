@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
     from stoker.backends.protocol.backend import Backend, InFlight, Rows
+    from stoker.backends.protocol.extensions import CopyTimes
     from stoker.cache.entry import Entry
     from stoker.engine.jobs.table import JobTable
     from stoker.engine.threads.timer import StepTimer, TimedModel
@@ -81,12 +82,7 @@ def _export(op: Export, backend: Backend, allocator: KVAllocator) -> None:
     if states is None or entry.state is not EntryState.PENDING:  # another op of this turn has failed
         allocator.not_exported(entry, op.sequence)
         return
-    copy_times = backend.extensions.copy_times
-    cost_s = 0.0
-    if copy_times:  # which takes time to be found out
-        cost_s = math.inf if allocator.moves.is_spent else copy_times.export_s(op.seq)
-    if not allocator.moves.take(cost_s, entry.num_tokens):
-        allocator.not_exported(entry, op.sequence)  # others would wait for longer than it is worth
+    if not _has_time_for(op, backend.extensions.copy_times, allocator):
         return
     try:
         data = states.export_state(op.seq)
@@ -95,6 +91,22 @@ def _export(op: Export, backend: Backend, allocator: KVAllocator) -> None:
         allocator.not_exported(entry, op.sequence)
     else:
         allocator.exported(entry, data)
+
+
+def _has_time_for(op: Export, copy_times: CopyTimes | None, allocator: KVAllocator) -> bool:
+    """Whether a copy that takes time may be made; if not, the allocator was told."""
+    if copy_times is None:
+        return True
+    moves = allocator.moves
+    cost_s = copy_times.export_s(op.seq) if moves.has_time else math.inf  # to find it out takes time too
+    if cost_s < math.inf and not moves.is_worth(cost_s, op.entry.num_tokens):
+        allocator.not_exported(op.entry, op.sequence)  # others would wait for longer than it is worth
+        return False
+    if cost_s == math.inf or not moves.take(cost_s):
+        allocator.not_exported(op.entry, op.sequence)
+        allocator.store_later(op.entry)
+        return False
+    return True
 
 
 def _import(op: Import, backend: Backend, allocator: KVAllocator) -> list[tuple[Sequence, StokerError]]:
