@@ -228,6 +228,9 @@ class EngineSettings(PlacementSettings):
     target_step_ms: float = setting(
         50.0, "Longest a step should take while interactive requests decode.", gt=0, le=60_000
     )
+    max_step_ms: float = setting(
+        400.0, "Longest any step should take, whoever runs, on the machine as it is now.", gt=0, le=60_000
+    )
     background_patience_s: float = setting(
         30.0, "Seconds background work goes without a step before it gets one in ten.", ge=0, le=86_400
     )

@@ -324,7 +324,7 @@ def test_serve_hands_every_flag_on(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
         "--model a --model b --host ::1 --port 1 --slots 2 --ctx-size 3 --threads auto --kv-cells 4 "
         f"--memory-limit 4GiB --cache-dir {tmp_path} --api-key-file k --isolation thread --watchdog-s 5 "
         "--max-queue 6 --allowed-host x --allowed-host y --policy balanced --target-step-ms 40 "
-        "--background-patience-s 7 --park-bytes 2MiB "
+        "--max-step-ms 300 --background-patience-s 7 --park-bytes 2MiB "
         "--cache-mode snapshot --cache-ram-bytes 3MiB --cache-disk-bytes 0 "
         "--memory-margin 1MiB --keep-alive 5m --default-max-tokens 8 --suspend-grace-s 9 --restore "
         f"--heat-trace t --run-dir {tmp_path} --no-follow-sleep"
@@ -345,6 +345,7 @@ def test_serve_hands_every_flag_on(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
         max_queue=6,
         policy="balanced",
         target_step_ms=40.0,
+        max_step_ms=300.0,
         background_patience_s=7.0,
         park_bytes=2 * 1024**2,
         cache_mode="snapshot",

@@ -2,6 +2,7 @@
 
 import logging
 import os
+from itertools import pairwise
 
 import pytest
 
@@ -227,7 +228,8 @@ def test_prefill_progress_counts_up_to_the_whole_prompt(engine):
     other.submit("r", prompt=tuple(b"y" * 500), return_progress=True, max_tokens=2)
     other.run("r")
     counts = [e.processed for e in other.of(PrefillProgress)]
-    assert counts == [0, 100, 200, 300, 400, 500]
+    assert (counts[0], counts[-1]) == (0, 500)
+    assert all(0 < after - before <= 100 for before, after in pairwise(counts))
     assert {e.total for e in other.of(PrefillProgress)} == {500}
     kinds = [type(e) for e in other.events if isinstance(e, Admitted | PrefillProgress | Delta)]
     assert kinds[:2] == [PrefillProgress, Admitted]

@@ -56,6 +56,11 @@ class House:
         self.now = 0.0
         self.num_entered, self.entered = 0, set()
 
+    def measured(self, token_s=1e-6):
+        """It has computed before, so many seconds a token."""
+        for num_tokens in (8, 16, 32, 64, 128, 256, 512):
+            self.runner._cost.learn(num_tokens, num_tokens * token_s)
+
     def enter(self, name, text="hello", **fields):
         """A request to embed `text` arrives, already tokenised; one that has come before gets another end."""
         self.num_entered += 1
@@ -109,6 +114,7 @@ class House:
 def test_each_text_gets_its_vector_and_one_terminal_event():
     """SPEC K2, L6: beside others a text gets what it gets alone; one vector, then one ending."""
     house = House()
+    house.measured()
     texts = {f"r{at}": f"text {at}" for at in range(5)}
     for name, text in texts.items():
         house.enter(name, text)
@@ -128,6 +134,7 @@ def test_each_text_gets_its_vector_and_one_terminal_event():
 def test_a_call_carries_whole_texts_in_order_as_far_as_they_fit():
     """SPEC Q9: at most `n_batch` tokens and so many texts; a longer text goes alone; nobody is overtaken."""
     house = House(n_batch=40)
+    house.measured()
     for name, length in {"a": 20, "b": 15, "long": 100, "c": 4, "d": 4}.items():
         house.enter(name, tuple(65 + at % 20 for at in range(length)))
     house.turn()
@@ -173,8 +180,7 @@ def test_a_call_stays_within_the_step_target_where_costs_are_known():
     """SPEC Q8, Q13: people who wait for another model wait for one short step; a long text cannot be cut."""
     for policy, expected in ((Policy.LATENCY, [2, 2]), (Policy.BALANCED, [4]), (Policy.THROUGHPUT, [4])):
         house = House(policy=policy, target_step_ms=50.0)
-        for num_tokens in (8, 16, 32, 64, 128, 256, 512):
-            house.runner._cost.learn(num_tokens, num_tokens * 0.0025)  # 20 tokens a step
+        house.measured(0.0025)  # 20 tokens a step
         for at in range(4):
             house.enter(f"r{at}", tuple(range(65, 75)))
         house.turn()
@@ -474,3 +480,16 @@ def test_the_loop_lets_an_encoder_generate_nothing(two_models):
     two_models.until(lambda: len(two_models.of(Finished, Failed)) == 2)
     (refused,) = two_models.of(Failed)
     assert (refused.request_id, refused.error.code, refused.error.http_status) == ("text", "unsupported", 400)
+
+
+def test_no_call_of_several_texts_takes_longer_than_the_longest_step_now():
+    """SPEC Q23: whatever the policy, and fewer on a machine that has become slower."""
+    house = House(max_step_ms=100.0)
+    house.measured(0.0025)  # 40 tokens a step
+    for at in range(12):
+        house.enter(f"r{at}", tuple(range(65, 75)))
+    house.turn()
+    house.runner._cost.stepped(40, 0.4)
+    house.runner._cost.stepped(10, 0.1)
+    house.turn()
+    assert house.encoder.calls == [4, 1]

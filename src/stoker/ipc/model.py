@@ -242,6 +242,7 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
         num_threads: at most; 0: the number of physical cores.
         policy: how steps are shared between decode and prefill (SPEC Q9).
         target_step_ms: of a step while an interactive request decodes (SPEC Q8).
+        max_step_ms: of any step (SPEC Q23).
         background_patience_s: the longest that background work goes without a step (SPEC Q7).
         park_bytes: host memory that states of parked requests may take (SPEC Q4).
         cache_mode: what is kept of finished requests (SPEC C10).
@@ -268,6 +269,7 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     max_queue: int = 512
     policy: Policy = Policy.LATENCY
     target_step_ms: float = 50.0
+    max_step_ms: float = 400.0
     background_patience_s: float = 30.0
     park_bytes: int = 2**30
     cache_mode: CacheMode = CacheMode.BOTH

@@ -7,6 +7,7 @@ before a step whether the cells suffice. `SchedulerLimits` are what the loaded m
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -133,6 +134,7 @@ class SchedulerLimits:
         has_streams: each sequence has cells of its own, and those of others cost a step nothing.
         cell_bytes: what a token takes in a snapshot, about.
         state_bytes: what a snapshot takes besides; both 0: the backend exports no state.
+        target_step_s: of a step while interactive sequences decode; `max_step_s`: of any.
         park_bytes: what snapshots of waiting sequences may take together.
         cache_mode: what is kept of sequences that have ended.
         model, source: fingerprint of the model, and the path of its file.
@@ -153,6 +155,7 @@ class SchedulerLimits:
     park_bytes: int = 0
     policy: Policy = Policy.LATENCY
     target_step_s: float = 0.05
+    max_step_s: float = math.inf
     background_patience_s: float = 30.0
     cache_mode: CacheMode = CacheMode.BOTH
     model: str = ""

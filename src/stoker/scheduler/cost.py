@@ -6,6 +6,9 @@ points time is interpolated: a step costs a fixed part, then less and less a tok
 point follows quicker steps at once and slower ones slowly: a quiet machine is what it remembers, while the
 growth of contexts, which is slow, still reaches it. The first step of a size is forgotten for a quicker one.
 
+`Slowdown` is how many times that quiet time a step takes at this moment: other processes, a hot processor and
+long contexts all count. It follows within two steps of a fifth of a second, and back at once.
+
 `StepActivity` has moving averages of the last steps: their time, their rows, whose they were. There the time
 of a step is that from the end of the one before, so that what happens between steps counts too.
 
@@ -27,6 +30,34 @@ FOLLOW_DOWN = 0.5
 FOLLOW_UP = 0.05
 
 
+SLOWDOWN_S = 0.2
+"""Time in steps over which it is followed upwards."""
+MOST_TIMES = 20.0
+"""A step counts as at most so many times its quiet time: the process itself may have stood still."""
+
+
+class Slowdown:
+    """How many times its quiet time a step takes now.
+
+    Attributes:
+        times: 1 at least.
+    """
+
+    def __init__(self) -> None:
+        self.times = 1.0
+
+    def __repr__(self) -> str:
+        return f"<Slowdown {self.times:.2f}>"
+
+    def stepped(self, took_s: float, quiet_s: float) -> None:
+        """A step took so long, where a quiet machine takes `quiet_s`."""
+        if quiet_s <= 0.0:
+            return
+        times = min(took_s / quiet_s, MOST_TIMES)
+        weight = FOLLOW_DOWN if times < self.times else 1.0 - math.exp(-took_s / SLOWDOWN_S)
+        self.times = max(1.0, self.times + weight * (times - self.times))
+
+
 @dataclass(slots=True)
 class _Point:
     num_tokens: float
@@ -39,10 +70,12 @@ class StepCost:
 
     Attributes:
         num_threads: whose table is asked and taught.
+        slowdown: of the last steps; `predict` leaves it out, `predict_now` and `tokens_now` count it.
     """
 
     def __init__(self, num_threads: int = 1) -> None:
         self.num_threads = num_threads
+        self.slowdown = Slowdown()
         self._tables: dict[int, dict[int, _Point]] = {}
         self._curve: list[_Point] | None = None
 
@@ -72,6 +105,12 @@ class StepCost:
         point.is_first = False
         point.num_tokens += weight * (num_tokens - point.num_tokens)
         point.took_s += weight * (took_s - point.took_s)
+
+    def stepped(self, num_tokens: int, took_s: float) -> None:
+        """A step took so long, on the machine as it is; call it before `learn`."""
+        quiet_s = self.predict(num_tokens)
+        if quiet_s is not None:
+            self.slowdown.stepped(took_s, quiet_s)
 
     def predict(self, num_tokens: float) -> float | None:
         """Seconds a step over `num_tokens` takes on a quiet machine; None: nothing was measured.
@@ -126,6 +165,13 @@ class StepCost:
                 return min(most, int(last.num_tokens + share * (point.num_tokens - last.num_tokens)))
             last = point
         return min(most, int(last.num_tokens * budget_s / last.took_s))
+
+    def tokens_now(self, budget_s: float, most: int) -> int:
+        """As `tokens_within`, on the machine as it is; steps smaller than any measured cost in proportion."""
+        quiet_s, points = budget_s / self.slowdown.times, self._points()
+        if points and quiet_s < points[0].took_s:
+            return min(most, int(points[0].num_tokens * quiet_s / points[0].took_s))
+        return self.tokens_within(quiet_s, most)
 
     def tokens_at_best(self, budget_s: float, most: int) -> int:
         """As `tokens_within`; more tokens cost no more each than those of the quickest size measured."""

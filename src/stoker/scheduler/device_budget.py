@@ -46,9 +46,13 @@ class DeviceStepBudget(StepBudget):
 
     alone_targets = ALONE_TARGETS
 
+    def _within_now(self) -> int:
+        within = self._cost.tokens_at_best(self.max_s / self._cost.slowdown.times, self.n_batch)
+        return max(within, self._least())
+
     def prefill(self, num_rows: int, num_prefilling: int) -> int:
         """Tokens of interactive prefill beside `num_rows` decode rows; bounded without them too."""
-        num_left = self.n_batch - num_rows
+        num_left = self.num_left(num_rows)
         if self.policy is Policy.THROUGHPUT:
             return num_left
         targets = self.alone_targets
@@ -65,7 +69,7 @@ class DeviceStepBudget(StepBudget):
         if num_tokens or self.policy is Policy.THROUGHPUT:
             return super().background(num_tokens, has_decoding=has_decoding)
         within = self._cost.tokens_within(self.target_s, self.n_batch)
-        return min(self.n_batch, max(within, MIN_BACKGROUND_TOKENS, self._least()))
+        return min(self.num_left(0), max(within, MIN_BACKGROUND_TOKENS, self._least()))
 
     def is_enough(self, num_tokens: int, jobs: list[Sequence], num_others: int) -> bool:
         """Whether background joins with `num_tokens`: all it wants, or as much as pays for another shape.
@@ -114,6 +118,7 @@ class StreamStepBudget(DeviceStepBudget):
     def crowd(self, num_rows: int, sequences: SequenceOf[Sequence]) -> int:
         """Tokens that bring several prompts to their ends beside `num_rows` decode rows; 0: of no two."""
         most = self._cost.tokens_at_best(CROWD_TARGETS * self.target_s, self.n_batch) - num_rows
+        most = min(most, self.num_left(num_rows))
         wanted = sorted(s.num_pending for s in sequences if s.num_in_reach == s.num_pending)
         sums = [total for total in accumulate(wanted) if total <= most]
         return sums[-1] if len(sums) > 1 else 0

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Protocol
 from stoker.ipc.model import Policy
 from stoker.ipc.request import FinishReason
 from stoker.kv.sequence import SequenceState
-from stoker.scheduler.cost import People
+from stoker.scheduler.cost import MOST_TIMES, People
 from stoker.scheduler.plan import BACKGROUND_SHARE, StepBudget
 
 if TYPE_CHECKING:
@@ -36,8 +36,6 @@ CLOSE_POSITIONS = 32
 
 PACE_S = 6.0
 """Time over which the pace is a mean: a stall is soon forgotten, a program that stays is soon known."""
-MOST_TIMES = 20.0
-"""A step counts as at most so many times its quiet time: the process itself may have stood still."""
 FEW_TOKENS = 4.0
 """A step costs at least as much as that many prompt tokens, where no small one was measured yet."""
 

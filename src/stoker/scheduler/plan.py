@@ -3,14 +3,16 @@
 Pure: from the running sequences and budgets of tokens to plan items. The scheduler has made sure before that
 there are cells for the tokens.
 
-`StepBudget` says how many tokens of each kind a step may carry. The batch bounds every step. Beside
-interactive decode rows time bounds it too: prefill is cut into slices that keep the step within its target,
-and background takes a small part of their time. Times come from the step-time model; what is not measured
-yet is assumed to be small.
+`StepBudget` says how many tokens of each kind a step may carry. The batch bounds every step, and so does
+the longest that one may take on the machine as it is now (SPEC Q23): only decode rows are never cut for it,
+being a token each. Beside interactive decode rows prefill is cut into slices that keep the step within its
+target, and background takes a small part of their time. Times come from the step-time model; what is not
+measured yet is assumed to be small.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from collections.abc import Sequence as SequenceOf
 
@@ -45,19 +47,35 @@ class StepBudget:
         n_batch: tokens of a step.
         policy: how they are shared.
         target_s: seconds of a step with interactive decode rows.
+        max_s: seconds of any step.
     """
 
     def __init__(
-        self, cost: StepCost, n_batch: int, policy: Policy = Policy.LATENCY, target_s: float = 0.05
+        self,
+        cost: StepCost,
+        n_batch: int,
+        policy: Policy = Policy.LATENCY,
+        target_s: float = 0.05,
+        max_s: float = math.inf,
     ) -> None:
-        self.n_batch, self.policy, self.target_s = n_batch, policy, target_s
+        self.n_batch, self.policy, self.target_s, self.max_s = n_batch, policy, target_s, max_s
         self._cost = cost
         self._credit_s = 0.0
         self.bursts = Bursts(target_s)
 
     def __repr__(self) -> str:
-        target = f"{self.target_s * 1000:g} ms, background may take {self._credit_s * 1000:.1f} ms"
-        return f"<StepBudget {self.policy}, {self.n_batch} tokens, {target}>"
+        times = f"{self.target_s * 1000:g} of {self.max_s * 1000:g} ms"
+        credit = f"background may take {self._credit_s * 1000:.1f} ms"
+        return f"<StepBudget {self.policy}, {self.n_batch} tokens, {times}, {credit}>"
+
+    def num_left(self, num_tokens: int) -> int:
+        """Tokens of prompts that fit a step of `num_tokens` others."""
+        most = self.n_batch if self.max_s == math.inf else self._within_now()
+        return min(self.n_batch - num_tokens, max(most - num_tokens, MIN_PREFILL_TOKENS))
+
+    def _within_now(self) -> int:
+        """Tokens of the longest step, on the machine as it is."""
+        return self._cost.tokens_now(self.max_s, self.n_batch)
 
     def decode_rows(self, num_prefilling: int) -> int:
         """Decode rows beside so many ready prefills, each of which gets a token at least."""
@@ -69,7 +87,7 @@ class StepBudget:
 
     def prefill(self, num_rows: int, num_prefilling: int) -> int:
         """Tokens of interactive prefill beside `num_rows` interactive decode rows."""
-        num_left = self.n_batch - num_rows
+        num_left = self.num_left(num_rows)
         if not num_rows or self.policy is Policy.THROUGHPUT:
             return num_left
         targets = BALANCED_TARGETS if self.policy is Policy.BALANCED else 1.0
@@ -95,7 +113,7 @@ class StepBudget:
 
     def image_prefill(self, num_rows: int) -> int:
         """Tokens of prompts with images beside `num_rows` interactive decode rows (SPEC V3)."""
-        num_left, alone_s = self.n_batch - num_rows, self._cost.predict(num_rows)
+        num_left, alone_s = self.num_left(num_rows), self._cost.predict(num_rows)
         if alone_s is None or self.policy is Policy.THROUGHPUT or not self.bursts.suits(alone_s):
             return self.prefill(num_rows, 1)
         if not self.bursts.is_due:
@@ -110,7 +128,7 @@ class StepBudget:
 
     def background(self, num_tokens: int, *, has_decoding: bool) -> int:
         """Tokens of background beside `num_tokens` of interactive work, decode rows among them or not."""
-        num_left = self.n_batch - num_tokens
+        num_left = self.num_left(num_tokens)
         if not num_tokens:
             if self.policy is Policy.THROUGHPUT:
                 return num_left
@@ -355,18 +373,20 @@ class Planner:
         self, prefilling: list[Sequence], favoured: Sequence | None, rows: list[Planned]
     ) -> list[Planned]:
         """The decode rows, and prefill of text within its budget."""
-        parts = list(rows)
+        parts, room = list(rows), self.budget.num_left(len(rows))
         if favoured is not None and favoured in prefilling:
-            num_left = self.budget.n_batch - len(rows)
+            num_left = room
         else:
             num_left = self.budget.prefill(len(rows), len(prefilling))
             num_left = max(num_left, self.budget.crowd(len(rows), prefilling))
         last = self._to_finish(prefilling, num_left, parts)
         if last is not None:
             prefilling.remove(last)
-            num_left -= min(last.num_pending, num_left // (len(prefilling) + 1))
-            parts.append(Planned(last, _item(last, last.num_pending)))
-        return parts + self._prefill(prefilling, num_left, self.budget.n_batch - _num_tokens(parts))
+            count = min(last.num_pending, room)
+            num_left -= min(count, num_left // (len(prefilling) + 1))
+            room -= count
+            parts.append(Planned(last, _item(last, count)))
+        return parts + self._prefill(prefilling, num_left, room)
 
     def _at_images(self, sequences: list[Sequence], rows: list[Planned]) -> list[Planned]:
         """Prompts that are at an image beside decode rows: seldom, as their work is long."""
@@ -374,13 +394,15 @@ class Planner:
             return []
         num_others = _num_tokens(rows)
         num_left = self.budget.image_prefill(num_others)
-        parts = self._prefill(sequences, num_left, self.budget.n_batch - num_others)
+        parts = self._prefill(sequences, num_left, self.budget.num_left(num_others))
         if parts:
             self.budget.bursts.taken()
         return parts
 
     def _to_finish(self, prefilling: list[Sequence], num_left: int, rows: list[Planned]) -> Sequence | None:
-        """The prompt nearest to its end, if this step can bring it there: its first token is worth the delay.
+        """The prompt nearest to its end, if a step can bring it there: its first token is worth the delay.
+
+        On a machine that is slow now this takes several.
 
         What it takes beyond its share of `num_left` is not taken from the others.
         """
@@ -401,7 +423,8 @@ class Planner:
         prefilling = self._rotated([s for s in sequences if s.state is SequenceState.PREFILL])
         rows = sorted(decoding[: max(1, num_left - len(prefilling))], key=_slot)
         parts = [Planned(s, _item(s, 1)) for s in rows]
-        parts += self._prefill(prefilling, num_left - len(rows), self.budget.n_batch - num_others - len(rows))
+        room = self.budget.num_left(num_others) - len(rows)
+        parts += self._prefill(prefilling, num_left - len(rows), room)
         self.budget.joined(num_others, _num_tokens(parts))
         return parts
 

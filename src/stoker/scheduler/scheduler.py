@@ -51,7 +51,9 @@ class Scheduler:
         self.slots, self.cells = self.allocator.slots, self.allocator.cells
         self.prefix_statistics = self.allocator.prefix_source.prefix_statistics
         self._prefix_wait = PrefixWait(self.allocator)
-        budget = _budget_kind(limits)(self.cost, limits.n_batch, limits.policy, limits.target_step_s)
+        budget = _budget_kind(limits)(
+            self.cost, limits.n_batch, limits.policy, limits.target_step_s, limits.max_step_s
+        )
         self.eta = EtaEstimator(self.cost, budget, limits.num_slots)
         self.activity = StepActivity()
         self._planner = Planner(budget, limits.max_prompt_rows)

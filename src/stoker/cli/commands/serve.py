@@ -29,7 +29,7 @@ PANELS = {
     "Images": "mmproj image_roots allow_http_images max_images max_image_bytes max_image_pixels image_edge",
     "Network": """host port api_key_file admin_key_file insecure allowed_hosts cors_origins max_connections
         max_body_bytes max_receiving_bytes receive_timeout_s keepalive_s""",
-    "Scheduling": "policy target_step_ms background_patience_s max_queue max_prepare_s",
+    "Scheduling": "policy target_step_ms max_step_ms background_patience_s max_queue max_prepare_s",
     "Starting, stopping, sleep": "drain_s suspend_grace_s follow_sleep run_dir",
     "Logging": "log_level log_format log_file quiet",
 }

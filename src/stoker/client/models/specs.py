@@ -181,6 +181,7 @@ class ModelSource:
             max_queue=settings.max_queue,
             policy=Policy(settings.policy),
             target_step_ms=settings.target_step_ms,
+            max_step_ms=settings.max_step_ms,
             background_patience_s=settings.background_patience_s,
             park_bytes=settings.park_bytes,
             cache_mode=CacheMode(settings.cache_mode),

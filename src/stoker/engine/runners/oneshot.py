@@ -214,11 +214,11 @@ class OneShotRunner:
         """Choose the texts of the next call."""
         limits, target_s = self.backend.capabilities, self.spec.target_step_ms / 1000
         target_s *= _TARGETS[self.spec.policy]
+        max_tokens = self._cost.tokens_now(self.spec.max_step_ms / 1000, limits.n_batch)
         if self.allowance_s is not None:
             target_s = min(target_s, self.allowance_s)
-        max_tokens = limits.n_batch
         if target_s != float("inf"):
-            max_tokens = self._cost.tokens_within(target_s, limits.n_batch)
+            max_tokens = min(max_tokens, self._cost.tokens_within(target_s, limits.n_batch))
         for sequence in self.queue.choose(max_tokens, limits.num_sequences, now):
             job = self._jobs[sequence.key.request_id]
             self._jobs.events.append(job.admitted(sequence, now))
@@ -368,13 +368,19 @@ class ChoiceSteps:
         while current := next((each for each in job.passes if not each.scoring.is_done), None):
             if left_s <= 0:
                 return
-            num_tokens = self._cost.tokens_within(left_s, self._backend.capabilities.n_batch)
+            num_tokens = self._cost.tokens_within(left_s, self._num_most)
             self._advance(current, max(LEAST_SLICE, num_tokens))
             left_s = until_s - self._timer.now()
         found = np.array([each.found.means() for each in job.passes], _FLOATS)
         if np.isnan(found).any():
             raise StepFailedError("the model's logits hold what is no number")
         _finish(self._jobs, job, Tensor("choices", found.shape, found.tobytes()), self._timer.now())
+
+    @property
+    def _num_most(self) -> int:
+        """Tokens of a native call, whatever it is for."""
+        n_batch = self._backend.capabilities.n_batch
+        return self._cost.tokens_now(self._scheduler.limits.max_step_s, n_batch)
 
     def _advance(self, current: ScoringPass, max_tokens: int) -> None:
         num_tokens = current.scoring.num_next(max_tokens)

@@ -214,8 +214,13 @@ class StepTimer:
         return self._clock.end(num_tokens, place)
 
     def learn(self, model: TimedModel, num_tokens: int, took_s: float) -> None:
-        """A quiet machine's steps teach what steps cost, others only where nothing else is known."""
+        """A quiet machine's steps teach what steps cost, others only where nothing else is known.
+
+        How much slower they are now each step tells.
+        """
         was_cold, model.is_cold = model.is_cold, False
+        if not was_cold:
+            model.cost.stepped(num_tokens, took_s)
         controller = self._controller
         if controller is None or model.threads is None:
             if not was_cold:
