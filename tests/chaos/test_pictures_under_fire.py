@@ -23,7 +23,7 @@ from stoker.ipc.request import IMAGE_MARKER, Picture
 from stoker.ipc.status import EngineStatus
 
 MODEL = "fake:eog_period=0,vision=20,step_delay_s=0.005"
-SETTINGS = {"ctx_size": 4096, "slots": 8, "n_batch": 32, "threads": 1}
+SETTINGS = {"ctx_size": 4096, "slots": 8, "n_batch": 32, "threads": 1, "repeatable": "on"}
 """Steps of so few tokens that reading a picture takes two."""
 WAIT_S = 30.0
 PAUSE_S = 0.005

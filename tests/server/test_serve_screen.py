@@ -10,10 +10,15 @@ import socket
 import subprocess
 import sys
 import threading
+from types import SimpleNamespace
 
 import httpx
+import msgspec
 import pytest
 
+from stoker.cli.serve_screen import facts_of
+from stoker.ipc.model import ModelInfo
+from stoker.settings import EngineSettings, ServerSettings
 from terminal import Terminal
 
 FAKE = "fake:eog_period=0"
@@ -310,3 +315,26 @@ def test_help_names_every_option_whole(place):
         assert option in shown
     for panel in ("Models", "Memory", "Cache", "Images", "Network", "Scheduling", "Logging", "Examples"):
         assert re.search(rf"\b{panel}\b", shown)
+
+
+@pytest.mark.parametrize(
+    ("is_repeatable", "cost", "shown"),
+    [
+        (True, None, ["on"]),
+        (True, 0.021, ["on, it takes 2% more time here"]),
+        (True, -0.02, ["on, it takes 0% more time here"]),
+        (False, 0.21, ["off, it takes 21% more time here"]),
+        (False, None, []),
+    ],
+)
+def test_the_block_says_whether_answers_are_repeatable_and_what_that_takes(is_repeatable, cost, shown):
+    """E3, T12: where it was measured or chosen; a model whose mode changes nothing has no such line."""
+    info = ModelInfo(
+        id="m", path="m", n_ctx=8, n_batch=8, num_slots=1, num_threads=1, kv_type="f16", label="CPU"
+    )
+    info = msgspec.structs.replace(info, is_repeatable=is_repeatable, repeatable_cost=cost)
+    service = SimpleNamespace(
+        address=("127.0.0.1", 1), context=SimpleNamespace(runtime=SimpleNamespace(models=[info]))
+    )
+    facts = facts_of(service, EngineSettings(), ServerSettings())
+    assert [text for name, text in facts if name == "repeatable"] == shown

@@ -20,7 +20,7 @@ PARIS = {"model": "default", "prompt": "The capital of France is", "temperature"
 def smollm(_module_servers):
     """A server in front of SmolLM2."""
     server = _module_servers(
-        lambda: Runtime(model=str(MODEL), slots=4, ctx_size=2048, threads=1)
+        lambda: Runtime(model=str(MODEL), slots=4, ctx_size=2048, threads=1, repeatable="on")
     )  # two threads wait for each other on a busy machine
     server.ready.result(120)
     return server
@@ -124,7 +124,7 @@ async def told_by(runtime):
 async def test_a_program_learns_the_same_embedded_and_connected(smollm):
     """I9, I11: one line of it differs; text, probabilities, forms, scores and errors do not."""
     there = await told_by(Runtime.connect(smollm.url))
-    here = await told_by(Runtime(str(MODEL), slots=4, ctx_size=2048, threads=1))
+    here = await told_by(Runtime(str(MODEL), slots=4, ctx_size=2048, threads=1, repeatable="on"))
     assert there == here
     assert "Paris" in here["text"]
     assert here["number"].isdigit()

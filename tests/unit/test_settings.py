@@ -310,7 +310,7 @@ IN_WORDS = {
     "by their free memory": ((),),
     "the freest": (None,),
     "as many as have to": (None,),
-    "f16, on a CPU bf16 keys": (None,),
+    "f16, bf16 keys where --repeatable needs them": (None,),
     "as for all": ({},),
 }
 """Defaults that are shown in words or not at all, and what they stand for."""

@@ -203,6 +203,7 @@ def facts_of(service: Service, engine: EngineSettings, server: ServerSettings) -
     facts.append(("cache", _cache_text(engine)))
     if models:
         facts.append(("computes on", f"{models[0].label}, {count_text(models[0].num_threads, 'thread')}"))
+        facts += [("repeatable", text) for text in _repeatable_text(models[0])]
     return facts
 
 
@@ -213,6 +214,14 @@ def _model_text(info: ModelInfo) -> str:
     whose = " each" if info.kv_layout == "streams" else ""
     parts.append(f"{count_text(info.n_ctx, 'token')} of context{whose}")
     return ", ".join([*parts, *info.degraded])
+
+
+def _repeatable_text(info: ModelInfo) -> list[str]:
+    """Whether its answers are repeatable, and what that takes; empty where nothing was chosen."""
+    cost = info.repeatable_cost
+    if cost is None:
+        return ["on"] if info.is_repeatable else []
+    return [f"{'on' if info.is_repeatable else 'off'}, it takes {max(cost, 0.0):.0%} more time here"]
 
 
 def _context(engine: EngineSettings, models: Iterable[ModelInfo]) -> str:

@@ -34,7 +34,7 @@ from stoker.backends.protocol.backend import PLAIN, BatchPlan, Capabilities, Com
 from stoker.backends.protocol.extensions import Extensions
 from stoker.backends.protocol.scoring import ScoringLane
 from stoker.errors import ModelLoadError, UnsupportedError
-from stoker.ipc.model import KVLayout, ModelClass
+from stoker.ipc.model import KVLayout, ModelClass, Repeatable
 from stoker.models.fingerprint import fingerprint
 from stoker.models.gguf.header import read_header
 from stoker.models.memory_estimate.estimate import num_sequences, stream_cells
@@ -59,6 +59,9 @@ log = logging.getLogger(__name__)
 
 THREADS_BESIDE_DEVICES = 2
 """More wait for each other by spinning, on the cores that launch the kernels of the next step."""
+
+MOST_COST = 0.05
+"""What repeatable texts may cost where nobody asked for them, as a fraction of a step's time."""
 
 _GENERATING = (ModelClass.DECODER, ModelClass.RECURRENT, ModelClass.HYBRID)
 
@@ -199,7 +202,8 @@ class LlamaBackend:
         if item.num_logits < len(item.tokens) or tuple(item.tokens[: len(asked)]) != asked:
             return 0
         is_plain = item.seq not in self._context.with_initial_state and not self._context.is_adapted(item.seq)
-        return len(asked) if is_plain and self._context.key_type is not KeyType.F16 else 0
+        is_other = self._capabilities.computes_on_cpu or self._context.key_type is not KeyType.F16
+        return len(asked) if is_plain and is_other else 0
 
     def _scored(self, item: PlanItem) -> Rows:
         asked = self._asked[item.seq]
@@ -435,7 +439,8 @@ def _context_options(spec: ModelSpec, model: LlamaModel, layout: KVLayout) -> Co
     """Limits for the slots asked for, with sequences to spare for prefixes that no slot runs."""
     spec = msgspec.structs.replace(spec, kv_layout=layout)
     key_type, has_streams = _key_type(spec, model), layout is KVLayout.STREAMS
-    keeps_order = key_type is not KeyType.F16 and not model.devices and model.keeps_every_cell
+    is_repeatable = key_type is not KeyType.F16 and spec.repeatable is not Repeatable.OFF
+    keeps_order = is_repeatable and not model.devices and model.keeps_every_cell
     n_ctx_train, on_device = model.n_ctx_train, STREAMS_BATCH if has_streams else DEVICE_BATCH
     return ContextOptions(
         num_cells=stream_cells(spec, n_ctx_train) if has_streams else spec.pool_cells or n_ctx_train,
@@ -473,14 +478,23 @@ def _is_in_marked_graphs(spec: ModelSpec, model: LlamaModel) -> bool:
 
 
 def _key_type(spec: ModelSpec, model: LlamaModel) -> KeyType:
-    """What was asked for; else what computes repeatably here and takes two bytes."""
+    """What was asked for; else of those that take two bytes what is quickest, or makes texts repeatable."""
     if not spec.kv_type:
-        return KeyType.F16 if model.devices else KeyType.BF16
+        return KeyType.BF16 if not model.devices and _is_asked_alike(spec, model) else KeyType.F16
+    if spec.repeatable is Repeatable.ON and spec.kv_type == KeyType.F16 and not model.devices:
+        log.warning("%s: texts over f16 cells, which were asked for, are not repeatable", model.path.name)
     try:
         return KeyType(spec.kv_type)
     except ValueError:
         known = ", ".join(KeyType)
         raise UnsupportedError(f"cells of type {spec.kv_type!r} are not known; {known} are") from None
+
+
+def _is_asked_alike(spec: ModelSpec, model: LlamaModel) -> bool:
+    """Whether rows are to be computed alike in steps of any shape: asked for, or cheap."""
+    if spec.repeatable is not Repeatable.AUTO:
+        return spec.repeatable is Repeatable.ON
+    return model.repeatable_cost is not None and model.repeatable_cost < MOST_COST
 
 
 def _capabilities(header: GgufHeader, model: LlamaModel, context: LlamaContext, n_ctx: int) -> Capabilities:
@@ -500,6 +514,8 @@ def _capabilities(header: GgufHeader, model: LlamaModel, context: LlamaContext, 
         kv_type=_kv_type_name(context.key_type),
         flash_attention=context.flash_attention,
         kv_layout=KVLayout.STREAMS if context.has_streams else KVLayout.POOL,
+        is_repeatable=context.is_in_order and context.key_type is not KeyType.F16 and not model.devices,
+        repeatable_cost=model.repeatable_cost,
         can_trim=model.keeps_every_cell,
         can_fork=model.keeps_every_cell,
         computes_on_cpu=not model.devices,

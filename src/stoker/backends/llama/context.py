@@ -143,6 +143,7 @@ class LlamaContext:
     Attributes:
         adapters: what its sequences may be computed with; None: nothing.
         has_streams: each sequence has cells of its own.
+        is_in_order: the cells of a sequence lie in the order of its tokens.
         is_off_host: reading a state takes time.
         capacity: tokens that one sequence may hold.
         num_cells: tokens that all may hold together.
@@ -178,6 +179,7 @@ class LlamaContext:
             raise load_error(what, lines, model.devices, num_cells=options.num_cells)
         self.handle: int | None = handle
         self.has_streams, self.is_off_host = options.has_streams, options.is_off_host
+        self.is_in_order = options.keeps_order or options.has_streams
         self.capacity: int = llama.llama_n_ctx_seq(handle)
         self.num_cells = self.capacity * (options.num_sequences if options.has_streams else 1)
         self.n_batch: int = min(options.n_batch, llama.llama_n_batch(handle))

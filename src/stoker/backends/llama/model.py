@@ -40,6 +40,7 @@ class ModelOptions:
         offloads: use accelerators, as far as there are any and the placement names them.
         placement: where it lies; devices that are not there are left out.
         token_s: what a token takes so, as a trial has measured it; 0: it was not measured.
+        repeatable_cost: how much longer a step over bf16 keys takes, as a fraction; None: not measured.
         on_progress: told the fraction loaded, 0 to 1, on the loading thread; what it raises ends the load.
     """
 
@@ -48,6 +49,7 @@ class ModelOptions:
     offloads: bool = True
     placement: PlacementSpec = ANYWHERE
     token_s: float = 0.0
+    repeatable_cost: float | None = None
     on_progress: Callable[[float], None] | None = None
 
 
@@ -85,6 +87,7 @@ class LlamaModel:
         self.devices = chosen_devices(options.placement, accelerators()) if options.offloads else ()
         self.placement = options.placement
         self.token_s = options.token_s
+        self.repeatable_cost = options.repeatable_cost
         if not self.path.is_file():
             raise ModelFileError(f"there is no model file {self.path}", path=str(self.path))
         self.handle: int | None = self._load(options)

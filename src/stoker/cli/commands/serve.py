@@ -21,7 +21,7 @@ log = logging.getLogger(__name__)
 PANELS = {
     "Models": """models slots ctx_size kv_cells lora draft_model speculation keep_alive default_max_tokens
         chat_template rerank_output restore models_dir allow_downloads""",
-    "Computing": "threads n_batch isolation watchdog_s heat_trace",
+    "Computing": "threads n_batch repeatable isolation watchdog_s heat_trace",
     "Devices": """gpu_layers device split_mode tensor_split main_gpu cpu_moe kv_type kv_layout mmap
         kv_offload placement device_lease""",
     "Memory": "memory_limit memory_margin park_bytes",

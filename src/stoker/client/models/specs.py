@@ -28,6 +28,7 @@ from stoker.ipc.model import (
     Policy,
     ProjectorSpec,
     Reach,
+    Repeatable,
     Speculation,
 )
 from stoker.ipc.request import MAX_ADAPTER_SCALE
@@ -186,6 +187,7 @@ class ModelSource:
             park_bytes=settings.park_bytes,
             cache_mode=CacheMode(settings.cache_mode),
             keep_alive_s=self.defaults.keep_alive_s if keep_alive is None else keep_alive,
+            repeatable=Repeatable(settings.repeatable),
             speculation=Speculation(settings.speculation),
             chat_template=self._template_of(file.id, found),
             score_output=_score_output(found.outputs, self._score_outputs, file.id),

@@ -506,6 +506,8 @@ def model_info(runner: ModelRunner) -> ModelInfo:
         num_threads=threads.num_threads if threads else 0,
         kv_type=limits.kv_type,
         kv_layout=limits.kv_layout,
+        is_repeatable=limits.is_repeatable,
+        repeatable_cost=limits.repeatable_cost,
         flash_attention=limits.flash_attention,
         memory_bytes=backend.memory(),
         chat_template=spec.chat_template or vocabulary.chat_template,

@@ -28,15 +28,16 @@ import platformdirs
 
 from stoker.backends.llama.binding import LIBRARY_DIR, LIBRARY_VERSION, accelerators
 from stoker.backends.llama.model import ModelOptions
+from stoker.backends.llama.smoke.key_cost import KeyCost
 from stoker.errors import ErrorInfo, LoadCrashedError, ModelLoadError, error_from_info
-from stoker.ipc.model import ANYWHERE, PlacementSpec
+from stoker.ipc.model import ANYWHERE, PlacementSpec, Repeatable
 from stoker.models.gguf.header import read_header
 from stoker.models.placement import chosen_devices
 from stoker.native_crash import native_text
 from stoker.private import write_text
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from stoker.ipc.model import ModelSpec
     from stoker.models.gguf.header import GgufHeader
@@ -47,11 +48,14 @@ TRIAL_TIMEOUT_S = 300.0
 ASK_EVERY_S = 0.1
 VERDICT_FILE = "smoke.json"
 MAX_DETAIL_CHARS = 500
-NUM_TIMED = 8
-"""Tokens whose time is measured."""
+TOKEN_TIME = ("--timed", "8")
+"""Has a trial measure what a token takes, in the median of so many."""
+KEY_COST = ("--key-cost",)
+"""Has it measure what repeatable texts cost."""
 MAX_FILE_VERDICTS = 64
 """Files that are remembered by themselves; past this the oldest is forgotten."""
 _FILE_KEY = "file:"
+_MISSING = object()
 
 _logger = logging.getLogger(__name__)
 
@@ -104,7 +108,8 @@ class SmokeVerdict:
 class _Outcome:
     """How one child ended; `is_telling` where that is due to build and device, not to the moment.
 
-    Where it had too little memory `shortage` says so. `token_s` is what a token took, once it was warm.
+    Where it had too little memory `shortage` says so. `token_s` is what a token took, once it was warm,
+    `key_cost` what repeatable texts cost.
     """
 
     is_ok: bool
@@ -115,6 +120,7 @@ class _Outcome:
     has_crashed: bool = False
     shortage: ErrorInfo | None = None
     token_s: float = 0.0
+    key_cost: KeyCost | None = None
 
 
 def verdict_for(path: Path, cache_dir: Path) -> SmokeVerdict:
@@ -204,14 +210,13 @@ def _run_trial(
     setting: SmokeSetting,
     on_wait: Callable[[], None],
     placement: PlacementSpec = ANYWHERE,
-    num_timed: int = 0,
+    measured: Sequence[str] = (),
 ) -> _Outcome:
     command = [sys.executable, "-P", "-m", "stoker.backends.llama.smoke.trial", str(path)]
     command += ["--extra-bufts", _on_off(setting.uses_extra_bufts), "--offload", _on_off(setting.offloads)]
     if placement != ANYWHERE:
         command += ["--placement", msgspec.json.encode(placement).decode()]
-    if num_timed:
-        command += ["--timed", str(num_timed)]
+    command += measured
     try:
         done = _run(command, on_wait)
     except subprocess.TimeoutExpired:
@@ -233,6 +238,7 @@ def _run_trial(
             label=said["label"],
             shortage=msgspec.convert(said["shortage"], ErrorInfo | None),
             token_s=said["token_s"],
+            key_cost=msgspec.convert(said["key_cost"], KeyCost | None),
         )
     except (IndexError, KeyError, TypeError, ValueError):
         text = native_text(done.stderr)
@@ -332,7 +338,8 @@ def tried_options(
     """How to load a file, after a smoke decode in a child process where none is remembered.
 
     Where a part of it stays in host memory beside devices, the child also measures what a token takes so;
-    that is remembered for this file and placement.
+    that is remembered for this file and placement. So is what repeatable texts cost a file that the CPU
+    computes, where that decides.
 
     Args:
         spec: where it is to lie.
@@ -358,6 +365,7 @@ def tried_options(
         token_s=_token_seconds(header, spec.placement, verdict.setting, folder, on_wait)
         if is_parted
         else 0.0,
+        repeatable_cost=_repeatable_cost(spec, header, verdict.setting, folder, on_wait),
     )
 
 
@@ -403,12 +411,34 @@ def _token_seconds(
     match _read(file).get(key):
         case {"token_s": float(known)}:
             return known
-    found = _run_trial(header.path, setting, on_wait, placement, NUM_TIMED)
+    found = _run_trial(header.path, setting, on_wait, placement, TOKEN_TIME)
     if found.shortage is not None:
         raise error_from_info(found.shortage)
     if found.is_ok:
         _write(file, {**_read(file), key: {"token_s": found.token_s}})
     return found.token_s if found.is_ok else 0.0
+
+
+def _repeatable_cost(
+    spec: ModelSpec, header: GgufHeader, setting: SmokeSetting, folder: Path, on_wait: Callable[[], None]
+) -> float | None:
+    """What repeatable texts cost, measured in a child or remembered; None: not known, or not asked."""
+    is_on_devices = setting.offloads and chosen_devices(spec.placement, accelerators())
+    if spec.repeatable is not Repeatable.AUTO or spec.kv_type or is_on_devices:
+        return None
+    file, key = folder / VERDICT_FILE, "keys:" + _file_key(header, spec.placement)
+    known = _read(file).get(key, _MISSING)
+    try:
+        cost = msgspec.convert(known, KeyCost | None)
+    except msgspec.ValidationError:
+        _logger.info("%s: measuring what repeatable texts cost here", header.path.name)
+        found = _run_trial(header.path, setting, on_wait, spec.placement, KEY_COST)
+        cost = found.key_cost
+        if found.is_ok:
+            _write(file, {**_read(file), key: msgspec.to_builtins(cost)})
+    said = f"would take {cost}" if cost else "were not measured"
+    _logger.info("%s: repeatable texts %s", header.path.name, said)
+    return cost.most if cost else None
 
 
 def _cost_key(header: GgufHeader, placement: PlacementSpec) -> str:

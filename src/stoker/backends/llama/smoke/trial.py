@@ -3,15 +3,14 @@
     python -m stoker.backends.llama.smoke.trial MODEL.gguf --extra-bufts on|off --offload on|off
 
 prints one line of JSON: `outcome` (ok, refused, wrong), `detail`, `label`, `shortage` where memory was short,
-`token_s` where it was measured. A crash says the rest by its signal. The variable STOKER_SMOKE_FAULT
-makes it fail on purpose, for tests: "segv" and "nan" with repacked weights, "segv-offload" where an
-accelerator may be used, "segv-always" in any case, "hang" for good.
+`token_s` and `key_cost` where they were measured. A crash says the rest by its signal. The variable
+STOKER_SMOKE_FAULT makes it fail on purpose, for tests: "segv" and "nan" with repacked weights,
+"segv-offload" where an accelerator may be used, "segv-always" in any case, "hang" for good.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import signal
 import statistics
@@ -26,6 +25,7 @@ from stoker.backends.llama.context import ContextOptions, LlamaContext
 from stoker.backends.llama.model import LlamaModel, ModelOptions
 from stoker.backends.llama.seq2seq import SourceReader
 from stoker.backends.llama.smoke.first_decode import BATCH_TOKENS, first_tokens, nonsense_in
+from stoker.backends.llama.smoke.key_cost import key_cost
 from stoker.backends.llama.threads import num_physical_cores
 from stoker.backends.protocol.backend import BatchPlan, PlanItem
 from stoker.errors import InsufficientMemoryError, StokerError
@@ -43,6 +43,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--offload", choices=("on", "off"), default="on")
     parser.add_argument("--placement", default="{}", help="a PlacementSpec as JSON")
     parser.add_argument("--timed", type=int, default=0, help="tokens to measure")
+    parser.add_argument("--key-cost", action="store_true", help="measure it in place of a decode")
     options = parser.parse_args(arguments)
     prepare_to_crash()
     fault = os.environ.get("STOKER_SMOKE_FAULT", "")
@@ -60,9 +61,12 @@ def main(arguments: list[str] | None = None) -> int:
         return _say("refused", error.message, "", shortage=error)
     except StokerError as error:
         return _say("refused", error.message, "")
-    token_s = 0.0
+    detail, token_s, cost = "", 0.0, None
     try:
-        detail, token_s = _decode(model, options.timed)
+        if options.key_cost:
+            cost = key_cost(model)
+        else:
+            detail, token_s = _decode(model, options.timed)
     except InsufficientMemoryError as error:
         return _say("refused", error.message, "", shortage=error)
     except StokerError as error:
@@ -71,7 +75,7 @@ def main(arguments: list[str] | None = None) -> int:
         model.close()
     if fault == "nan" and options.extra_bufts == "on":
         detail = "a fault was ordered"
-    return _say("wrong" if detail else "ok", detail, label(model.devices), token_s=token_s)
+    return _say("wrong" if detail else "ok", detail, label(model.devices), token_s=token_s, key_cost=cost)
 
 
 def _meet(fault: str, options: argparse.Namespace) -> None:
@@ -115,11 +119,12 @@ def _decode(model: LlamaModel, num_timed: int) -> tuple[str, float]:
 
 
 def _say(
-    outcome: str, detail: str, what: str, *, shortage: StokerError | None = None, token_s: float = 0.0
+    outcome: str, detail: str, what: str, *, shortage: StokerError | None = None, **measured: object
 ) -> int:
-    info = None if shortage is None else msgspec.to_builtins(shortage.info())
-    said = {"outcome": outcome, "detail": detail, "label": what, "shortage": info, "token_s": token_s}
-    print(json.dumps(said))  # noqa: T201 - for the parent
+    info = None if shortage is None else shortage.info()
+    said: dict[str, object] = {"outcome": outcome, "detail": detail, "label": what, "shortage": info}
+    said |= {"token_s": 0.0, "key_cost": None, **measured}
+    print(msgspec.json.encode(said).decode())  # noqa: T201 - for the parent
     return 0
 
 
