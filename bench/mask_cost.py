@@ -22,7 +22,8 @@ import numpy as np
 from bench.errors import BenchError
 from stoker.backends.llama.binding import llama, start
 from stoker.backends.llama.text.vocabulary import LlamaVocabulary
-from stoker.grammar.compiler import GrammarCompiler, compile_grammar
+from stoker.grammar.compiled import compile_grammar
+from stoker.grammar.compiler import GrammarCompiler
 from stoker.grammar.tokenizer import GrammarTokenizer
 from stoker.ipc.constraint import Constraint, ConstraintKind
 

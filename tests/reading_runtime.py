@@ -7,8 +7,8 @@ import msgspec
 from encoding_runtime import ENCODER_INFO
 from grouping import OpensGroups
 from planning import planned_chat
-from stoker.images.decode import ImageLimits
 from stoker.images.intake import Intake
+from stoker.images.limits import ImageLimits
 from stoker.ipc.events import Delta, Finished
 from stoker.ipc.request import FinishReason
 from stoker.ipc.usage import Timings, Usage

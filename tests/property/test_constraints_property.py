@@ -14,7 +14,7 @@ import pytest
 from smol_vocabulary import drawn, grammar_tokenizer
 from stoker.backends.fake.vocabulary import N_VOCAB, FakeVocabulary
 from stoker.errors import InvalidRequestError
-from stoker.grammar.compiler import compile_grammar
+from stoker.grammar.compiled import compile_grammar
 from stoker.grammar.gbnf.gbnf import parse_gbnf
 from stoker.grammar.gbnf.notation import Alternatives, Chars, Concatenation, Ref, Repeat
 from stoker.grammar.tokenizer import GrammarTokenizer

@@ -18,8 +18,8 @@ from stand_in import INFO, StandInRuntime
 from starlette.requests import Request
 
 from pictures import bomb, encoded, first_pixel, plain, uri
-from stoker.images.decode import ImageLimits
 from stoker.images.intake import Intake
+from stoker.images.limits import ImageLimits
 from stoker.ipc.request import IMAGE_MARKER as HERE
 from stoker.server.anthropic.messages import MessagesRequest
 from stoker.server.openai.conversation import ConversationFields

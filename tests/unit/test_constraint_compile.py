@@ -11,7 +11,8 @@ import pytest
 from smol_vocabulary import grammar_tokenizer, tokens
 from stoker.backends.fake.vocabulary import N_VOCAB, FakeVocabulary
 from stoker.errors import InvalidRequestError
-from stoker.grammar.compiler import GrammarCompiler, compile_grammar
+from stoker.grammar.compiled import compile_grammar
+from stoker.grammar.compiler import GrammarCompiler
 from stoker.grammar.limits import MAX_EXPANDED_CHARS, expanded_size
 from stoker.grammar.tokenizer import GrammarTokenizer
 from stoker.ipc.constraint import Constraint, ConstraintKind

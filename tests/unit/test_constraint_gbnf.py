@@ -4,7 +4,7 @@ import pytest
 
 from stoker.backends.fake.vocabulary import N_VOCAB, FakeVocabulary
 from stoker.errors import InvalidRequestError
-from stoker.grammar.compiler import compile_grammar
+from stoker.grammar.compiled import compile_grammar
 from stoker.grammar.tokenizer import GrammarTokenizer
 from stoker.ipc.constraint import Constraint, ConstraintKind
 

@@ -11,9 +11,9 @@ import pytest
 
 from stoker.backends.fake.vocabulary import N_VOCAB, FakeVocabulary
 from stoker.errors import InvalidRequestError
-from stoker.grammar import compiler as constraint_compile
+from stoker.grammar import compiled as constraint_compile
 from stoker.grammar import matcher as constraint_state
-from stoker.grammar.compiler import compile_grammar
+from stoker.grammar.compiled import compile_grammar
 from stoker.grammar.gbnf import lexemes as constraint_lexemes
 from stoker.grammar.gbnf.gbnf import MAX_RULES
 from stoker.grammar.json_schema import MAX_NESTED

@@ -6,7 +6,8 @@ import pytest
 from smol_vocabulary import grammar_tokenizer, tokens, vocabulary
 from stoker.backends.fake.vocabulary import BOS, EOS, IM_END, N_VOCAB, FakeVocabulary
 from stoker.errors import InvalidRequestError
-from stoker.grammar.compiler import GrammarCompiler, compile_grammar
+from stoker.grammar.compiled import compile_grammar
+from stoker.grammar.compiler import GrammarCompiler
 from stoker.grammar.tokenizer import GrammarTokenizer
 from stoker.ipc.constraint import Constraint, ConstraintKind
 from stoker.ipc.request import Sampling

@@ -13,8 +13,9 @@ from PIL import ImageOps, PngImagePlugin
 from pictures import bomb, encoded, first_pixel, plain, uri
 from stoker.errors import InvalidRequestError
 from stoker.images import Image, ImageReport
-from stoker.images.decode import ImageLimits, decoded
+from stoker.images.decode import decoded
 from stoker.images.formats import bare_png
+from stoker.images.limits import ImageLimits
 
 LIMITS = ImageLimits(edge_px=100)
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")

@@ -15,8 +15,8 @@ from PIL import Image as Pillow
 from pictures import encoded, plain, uri
 from stoker.errors import InvalidRequestError
 from stoker.images import sources
-from stoker.images.decode import ImageLimits
 from stoker.images.formats import format_of
+from stoker.images.limits import ImageLimits
 from stoker.images.sources import read_reference
 
 PNG = plain()

@@ -13,10 +13,9 @@ from encoding_runtime import ENCODER_INFO
 from pictures import plain, uri
 from planning import planned_chat
 from stoker.errors import InvalidRequestError, NotReadyError, UnsupportedError
-from stoker.images import Image
-from stoker.images import intake as intake_module
-from stoker.images.decode import ImageLimits
+from stoker.images import Image, decode
 from stoker.images.intake import Intake
+from stoker.images.limits import ImageLimits
 from stoker.images.turns import Given, illustrated, with_images
 from stoker.ipc.request import IMAGE_MARKER as HERE
 
@@ -167,14 +166,14 @@ async def test_pictures_are_taken_in_their_order_and_no_more_than_allowed():
 async def test_who_waits_for_the_darkroom_when_it_closes_is_told_so(monkeypatch):
     """SPEC L6: its caller has cancelled nothing; whoever has is not kept."""
     begun, release = threading.Event(), threading.Event()
-    real = intake_module.decoded
+    real = decode.decoded
 
     def slow(*args):
         begun.set()
         release.wait()
         return real(*args)
 
-    monkeypatch.setattr(intake_module, "decoded", slow)
+    monkeypatch.setattr(decode, "decoded", slow)
     intake = Intake(ImageLimits(edge_px=20))
     asked = [asyncio.create_task(intake.take([Given(uri(plain()), "image")])) for _ in range(3)]
     await asyncio.to_thread(begun.wait)

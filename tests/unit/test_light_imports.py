@@ -1,4 +1,4 @@
-"""What a process loads that it does not need makes every start slower: an engine's, a command's."""
+"""What a process loads that it does not need makes its start slower and takes memory."""
 
 from __future__ import annotations
 
@@ -19,6 +19,8 @@ import stoker.engine.loop, stoker.backends.llama.backend
 WORKER = "import stoker.client.worker.jobs"
 FRONT = {"fastapi", "starlette", "uvicorn", "httpx", "pydantic", "pydantic_settings", "typer", "rich"}
 COMMAND = {"pydantic", "pydantic_settings", "typer", "rich"}
+RARE = {"PIL", "jinja2", "safetensors", "rich", "prompt_toolkit", "huggingface_hub"}
+"""What a server needs for some requests only, in other processes, or on a terminal."""
 
 
 def loaded_by(program: str) -> set[str]:
@@ -31,16 +33,20 @@ def loaded_by(program: str) -> set[str]:
 @pytest.mark.parametrize(
     ("program", "needs_not"),
     [
-        (ENGINE, FRONT | {"PIL", "jinja2", "jsonschema", "asyncio", "diskcache"}),
-        (WORKER, FRONT | {"PIL", "numpy", "psutil"}),
+        (
+            ENGINE,
+            FRONT | {"PIL", "jinja2", "jsonschema", "asyncio", "diskcache", "llguidance", "safetensors"},
+        ),
+        (WORKER, FRONT | {"PIL", "numpy", "psutil", "safetensors"}),
         ("import stoker", FRONT | {"PIL", "numpy", "msgspec"}),
         ("import stoker.cli.main", FRONT - COMMAND | {"PIL", "jinja2", "jsonschema", "numpy"}),
         (
             "import stoker.runtime, stoker.server.serve",
-            {"fastapi", "uvicorn", "httpx", "jsonschema", "numpy"},
+            {"fastapi", "uvicorn", "httpx", "jsonschema", "numpy"} | RARE,
         ),
+        ("import stoker.server.service", {"httpx", "jsonschema", "numpy"} | RARE),
     ],
-    ids=["engine", "worker", "library", "command", "server until models load"],
+    ids=["engine", "worker", "library", "command", "server until models load", "server"],
 )
 def test_a_process_imports_nothing_that_it_does_not_need(program: str, needs_not: set[str]) -> None:
     """L10: settings, HTTP, images and templates are the client's; the library loads what is used of it."""

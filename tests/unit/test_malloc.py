@@ -66,6 +66,32 @@ def test_large_blocks_go_back_at_once_under_a_limit():
     assert kept_by("malloc.limit_cache(3_000_000)\n" + script) < 16 * MIB
 
 
+def arenas_after(script):
+    """How many arenas the C library has after each of eight threads asked it for memory at the same time."""
+    code = f"""{CHILD}
+import threading
+from stoker.machine import malloc
+{script}
+together = threading.Barrier(8)
+def work():
+    together.wait()
+    library.malloc(1000)
+    together.wait()
+threads = [threading.Thread(target=work) for _ in range(8)]
+[each.start() for each in threads]
+[each.join() for each in threads]
+library.malloc_stats()
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    return done.stderr.count("Arena ")
+
+
+def test_threads_of_an_engine_share_one_arena():
+    """SPEC M2: each would else keep what it freed for itself, as many arenas as threads."""
+    assert arenas_after("") > 1
+    assert arenas_after("malloc.limit_cache(3_000_000)") == 1
+
+
 @pytest.mark.parametrize("size", [64 * 1024, 512 * 1024])
 @pytest.mark.parametrize(("limit", "is_kept"), [(3_000_000, False), (50_000_000, True)])
 def test_free_memory_at_the_end_of_the_heap_stays_below_the_limit(size, limit, *, is_kept):

@@ -27,10 +27,10 @@ from stoker.chat.reasoning import (
     reasoning_tags_of,
     strip_reasoning,
 )
-from stoker.chat.template import LayOut, accepted, template_of, text_of
 from stoker.chat.tools.constraints import MAX_FORCED_CALLS, forced_calls
 from stoker.chat.tools.history import TemplateInput, template_input
 from stoker.chat.tools.tools import AUTO, ChoiceMode, LeftOut, Tool, ToolChoice, tool_syntax_of
+from stoker.chat.turns import LayOut, accepted, text_of
 from stoker.errors import InvalidRequestError
 
 _MARK = "StokerGoesOnHere"
@@ -271,6 +271,8 @@ def lay_out(conversation: Conversation) -> Layout:
         InvalidRequestError: the template refuses or fails on the messages, or a call in them is malformed.
         UnsupportedError: the template itself is broken.
     """
+    from stoker.chat.template import template_of  # noqa: PLC0415 - only worker processes render
+
     args = dict(conversation.args)
     continuation = continuation_of(conversation.messages, args)
     turn = prepared_turn(conversation.messages, conversation.template, conversation.offer, continuation)

@@ -2,8 +2,7 @@
 
 Owns the variables a template gets and the meaning of its errors. A model without a template gets ChatML, a
 format that it may not know. The tokenizer makes tokens of the text; a rendered prompt already holds its
-special tokens. Gemma's and Mistral's first templates know no system turn, others none but the first: their
-text becomes part of the user's next turn. Which form a template takes is found by rendering it.
+special tokens. Which forms of a conversation are tried is `turns`' business.
 
 A template arrives inside a model file, so it is foreign code. `TemplateEnvironment` is the Jinja sandbox:
 what such code may reach (no private attributes, no mutation, nothing of this program) and how many loop
@@ -13,12 +12,11 @@ memory.
 
 from __future__ import annotations
 
-import contextlib
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from functools import cached_property, lru_cache
-from typing import TYPE_CHECKING, Any, Never, Protocol
+from typing import TYPE_CHECKING, Any, Never
 
 from jinja2 import TemplateError, TemplateSyntaxError, nodes, pass_context
 from jinja2.exceptions import SecurityError
@@ -26,6 +24,7 @@ from jinja2.ext import Extension, loopcontrols
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.visitor import NodeTransformer
 
+from stoker.chat.turns import text_of
 from stoker.errors import InvalidRequestError, UnsupportedError
 
 if TYPE_CHECKING:
@@ -243,69 +242,3 @@ def _checked_message(index: int, message: Mapping[str, Any]) -> dict[str, Any]:
 def template_of(source: str, bos_text: str, eos_text: str) -> ChatTemplate:
     """The template of a model, compiled once. Raises what `ChatTemplate` raises."""
     return ChatTemplate(source, bos_text=bos_text, eos_text=eos_text)
-
-
-def text_of(content: Any) -> str:
-    """The text of a turn's content: of a list that of its parts, nothing of what is no text.
-
-    Each part stands on a line of its own, as with vLLM and llama-server: clients cut a content where a line
-    ends, and joined without one two sentences would share a word.
-    """
-    if isinstance(content, list | tuple):
-        return "\n".join(part.get("text") or "" for part in content if isinstance(part, Mapping))
-    return content if isinstance(content, str) else ""
-
-
-# ---------------------------------------------------------------- system turns
-
-
-class LayOut(Protocol):
-    """Renders a conversation."""
-
-    def __call__(self, messages: Sequence[Mapping[str, Any]], /, **changes: Any) -> str:
-        """The prompt; `changes` are template variables that replace others. Raises InvalidRequestError."""
-
-
-def accepted(messages: Sequence[Mapping[str, Any]], lay_out: LayOut, **changes: Any) -> str:
-    """The prompt of the first form of the conversation that the template takes.
-
-    Raises:
-        InvalidRequestError: it takes none; what it says of the conversation as it was given.
-    """
-    try:
-        return lay_out(messages, **changes)
-    except InvalidRequestError:
-        for folded in _folded_forms(messages):
-            with contextlib.suppress(InvalidRequestError):
-                return lay_out(folded, **changes)
-        raise
-
-
-def _folded_forms(messages: Sequence[Mapping[str, Any]]) -> Iterator[list[Mapping[str, Any]]]:
-    """First without system turns behind the beginning, then without any."""
-    systems = [index for index, message in enumerate(messages) if message.get("role") == "system"]
-    if systems and systems != [0]:
-        begins = systems[0] == 0
-        yield [*messages[:begins], *_folded(messages[begins:])]
-    if systems and systems[0] == 0:
-        yield _folded(messages)
-
-
-def _folded(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    turns: list[Mapping[str, Any]] = []
-    told: list[str] = []
-    for message in messages:
-        if message.get("role") == "system":
-            told.append(text_of(message.get("content")))
-        elif told and message.get("role") == "user":
-            turns.append({**message, "content": _behind(told, message.get("content"))})
-            told = []
-        else:
-            turns.append(message)
-    return [*turns, {"role": "user", "content": _behind(told, None)}] if told else turns
-
-
-def _behind(told: Sequence[str], content: Any) -> Any:
-    if isinstance(content, list):
-        return [*({"type": "text", "text": text} for text in told), *content]
-    return "\n\n".join(text for text in (*told, content) if text)

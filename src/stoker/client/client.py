@@ -35,8 +35,8 @@ from stoker.errors import (
     StokerError,
     UnsupportedError,
 )
-from stoker.images.decode import ImageLimits
 from stoker.images.intake import Intake
+from stoker.images.limits import ImageLimits
 from stoker.ipc.constraint import NativeGrammar
 from stoker.ipc.events import ModelState
 from stoker.ipc.model import AdapterSpec, ModelClass, ModelInfo, ModelLife

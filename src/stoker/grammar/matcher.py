@@ -26,7 +26,7 @@ from stoker.errors import InvalidRequestError
 if TYPE_CHECKING:
     from llguidance import LLMatcher
 
-    from stoker.grammar.compiler import CompiledGrammar
+    from stoker.grammar.compiled import CompiledGrammar
 
 DEAD_END = (
     "NoExtensionBias"  # the grammar engine's word for a place where nothing may follow, not even an end

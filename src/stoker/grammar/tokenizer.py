@@ -7,12 +7,15 @@ from __future__ import annotations
 
 import threading
 import weakref
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
-from llguidance import LLTokenizer, TokenizerWrapper
 
 from stoker.backends.protocol.backend import Vocabulary
+
+if TYPE_CHECKING:
+    from llguidance import LLTokenizer
 
 # Put before a text that the vocabulary would begin with a space of its own; no text holds it.
 _SENTINEL = "\x02"
@@ -35,6 +38,8 @@ class GrammarTokenizer:
     """
 
     def __init__(self, vocabulary: Vocabulary, num_vocab: int) -> None:
+        from llguidance import LLTokenizer, TokenizerWrapper  # noqa: PLC0415 - for constraints alone
+
         self.num_vocab = num_vocab
         self.ends: npt.NDArray[np.int64] = np.array(sorted(vocabulary.eog_tokens), np.int64)
         self.native_ends = self.ends if len(self.ends) else np.array([num_vocab - 1], np.int64)

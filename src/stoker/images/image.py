@@ -10,20 +10,23 @@ import base64
 import dataclasses
 import io
 import os
+import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
-
-from PIL import Image as Pillow
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from stoker.errors import InvalidRequestError
-from stoker.images.decode import DEFAULT_EDGE_PX, DEFAULT_LIMITS, ImageLimits, ImageReport, decoded, rendered
+from stoker.images.limits import DEFAULT_EDGE_PX, DEFAULT_LIMITS, ImageLimits, ImageReport
 from stoker.images.sources import Encoded, read_reference
 from stoker.ipc.request import Picture
 
+if TYPE_CHECKING:
+    from PIL import Image as Pillow
+    from typing_extensions import TypeIs
+
 __all__ = ["Image", "ImageLike", "ImageReport", "images_of"]
 
-_Source = str | os.PathLike[str] | bytes | Pillow.Image
+_Source: TypeAlias = "str | os.PathLike[str] | bytes | Pillow.Image"
 _URIS = ("data:", "http:", "https:", "file:")
 
 
@@ -60,8 +63,10 @@ class Image:
             InvalidRequestError: it cannot be read, is no image that is taken, too small or too large.
         """
         limits = dataclasses.replace(limits, edge_px=edge_px)
-        if isinstance(self._source, Pillow.Image):
+        if _is_pixels(self._source):
             return self._of_pixels(self._source, limits)
+        from stoker.images.decode import decoded  # noqa: PLC0415 - imports Pillow
+
         given = self.encoded(limits)
         return decoded(given.data, given.declared, limits, self.name)
 
@@ -72,7 +77,7 @@ class Image:
             InvalidRequestError: it cannot be read, or is over `max_bytes`.
         """
         source = self._source
-        if isinstance(source, Pillow.Image):
+        if _is_pixels(source):
             return Encoded(_as_png(source), "image/png")
         if isinstance(source, bytes):
             return Encoded(source)
@@ -97,6 +102,8 @@ class Image:
             ) from None
 
     def _of_pixels(self, image: Pillow.Image, limits: ImageLimits) -> tuple[Picture, ImageReport]:
+        from stoker.images.decode import rendered  # noqa: PLC0415 - imports Pillow
+
         try:
             return rendered(image.copy() if image.readonly else image, limits, self.name)
         except (OSError, ValueError) as error:
@@ -104,7 +111,7 @@ class Image:
             raise InvalidRequestError(text, param=self.name) from None
 
 
-ImageLike = _Source | Image
+ImageLike: TypeAlias = "_Source | Image"
 """What `Image` takes."""
 
 
@@ -115,10 +122,16 @@ def images_of(given: ImageLike | Sequence[ImageLike]) -> list[Image]:
 
 
 def _name_of(source: object) -> str:
-    if isinstance(source, bytes | Pillow.Image):
+    if isinstance(source, bytes) or _is_pixels(source):
         return "image"
     text = os.fspath(source) if isinstance(source, os.PathLike) else str(source)
     return "image" if text[:6].lower().startswith(_URIS) else Path(text).name
+
+
+def _is_pixels(source: object) -> TypeIs[Pillow.Image]:
+    """Whether it is a Pillow image; a program that has not imported Pillow has none."""
+    pillow = sys.modules.get("PIL.Image")
+    return pillow is not None and isinstance(source, pillow.Image)
 
 
 def _as_png(image: Pillow.Image) -> bytes:

@@ -13,8 +13,8 @@ from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
 from stoker.errors import InvalidRequestError, NotReadyError
-from stoker.images.decode import DEFAULT_LIMITS, ImageLimits, ImageReport, decoded
 from stoker.images.image import Image
+from stoker.images.limits import DEFAULT_LIMITS, ImageLimits, ImageReport
 from stoker.images.sources import Encoded, is_web, read_reference
 from stoker.ipc.request import Picture
 from stoker.machine.malloc import give_back
@@ -104,6 +104,8 @@ def _taken(source: Image | str | Encoded, limits: ImageLimits, param: str) -> Ta
             taken = Taken(*source.picture(limits.edge_px, limits))
         else:
             found = read_reference(source, limits, param) if isinstance(source, str) else source
+            from stoker.images.decode import decoded  # noqa: PLC0415 - imports Pillow
+
             taken = Taken(*decoded(found.data, found.declared, limits, param))
         is_large = taken.report.width * taken.report.height > _LARGE_PIXELS
     finally:

@@ -24,7 +24,7 @@ from stoker.errors import InvalidRequestError
 if TYPE_CHECKING:
     import httpx
 
-    from stoker.images.decode import ImageLimits
+    from stoker.images.limits import ImageLimits
 
 _DATA, _FILE = "data:", "file:"
 _WEB = ("http:", "https:")

@@ -13,8 +13,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from stoker.chat.template import text_of
 from stoker.chat.tools.tools import LLAMA3, MISTRAL, MISTRAL_ARGS, Tool, ToolSyntax
+from stoker.chat.turns import text_of
 from stoker.errors import InvalidRequestError
 
 MAX_CALLS = 128

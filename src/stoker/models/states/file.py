@@ -13,7 +13,6 @@ import struct
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import msgspec
-import safetensors
 
 from stoker.errors import InvalidRequestError
 from stoker.ipc.usage import Tensor
@@ -100,6 +99,8 @@ def parse_state(data: bytes, layout: Layout) -> list[Tensor]:
 def _tensors(data: bytes) -> dict[str, dict[str, Any]]:
     if len(data) > MAX_STATE_BYTES:
         raise _bad(f"a state of {len(data)} bytes is over the limit of {MAX_STATE_BYTES}")
+    import safetensors  # noqa: PLC0415 - most programs have no states
+
     read_header(data)  # a bounded one
     try:
         pairs = safetensors.deserialize(bytes(data))  # type: ignore[no-untyped-call] # it has no annotations

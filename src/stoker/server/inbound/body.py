@@ -84,7 +84,8 @@ class Body(BaseModel):
         max_values: JSON values that the body may hold in all, those that are ignored included.
     """
 
-    model_config = ConfigDict(strict=True, extra="ignore", allow_inf_nan=False, frozen=True)
+    # deferred: most servers use few of the bodies, and validators of all take memory and time at the start
+    model_config = ConfigDict(strict=True, extra="ignore", allow_inf_nan=False, frozen=True, defer_build=True)
 
     max_values: ClassVar[int] = MAX_VALUES
 

@@ -1,0 +1,77 @@
+"""The forms of a conversation that a template may take, and the text of a turn.
+
+Gemma's and Mistral's first templates know no system turn, others none but the first: their text becomes part
+of the user's next turn. Which form a template takes is found by rendering it, which is `template`'s: the
+client imports this module and not that one, whose library takes memory where nothing is rendered.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Protocol
+
+from stoker.errors import InvalidRequestError
+
+
+def text_of(content: Any) -> str:
+    """The text of a turn's content: of a list that of its parts, nothing of what is no text.
+
+    Each part stands on a line of its own, as with vLLM and llama-server: clients cut a content where a line
+    ends, and joined without one two sentences would share a word.
+    """
+    if isinstance(content, list | tuple):
+        return "\n".join(part.get("text") or "" for part in content if isinstance(part, Mapping))
+    return content if isinstance(content, str) else ""
+
+
+class LayOut(Protocol):
+    """Renders a conversation."""
+
+    def __call__(self, messages: Sequence[Mapping[str, Any]], /, **changes: Any) -> str:
+        """The prompt; `changes` are template variables that replace others. Raises InvalidRequestError."""
+
+
+def accepted(messages: Sequence[Mapping[str, Any]], lay_out: LayOut, **changes: Any) -> str:
+    """The prompt of the first form of the conversation that the template takes.
+
+    Raises:
+        InvalidRequestError: it takes none; what it says of the conversation as it was given.
+    """
+    try:
+        return lay_out(messages, **changes)
+    except InvalidRequestError:
+        for folded in _folded_forms(messages):
+            with contextlib.suppress(InvalidRequestError):
+                return lay_out(folded, **changes)
+        raise
+
+
+def _folded_forms(messages: Sequence[Mapping[str, Any]]) -> Iterator[list[Mapping[str, Any]]]:
+    """First without system turns behind the beginning, then without any."""
+    systems = [index for index, message in enumerate(messages) if message.get("role") == "system"]
+    if systems and systems != [0]:
+        begins = systems[0] == 0
+        yield [*messages[:begins], *_folded(messages[begins:])]
+    if systems and systems[0] == 0:
+        yield _folded(messages)
+
+
+def _folded(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    turns: list[Mapping[str, Any]] = []
+    told: list[str] = []
+    for message in messages:
+        if message.get("role") == "system":
+            told.append(text_of(message.get("content")))
+        elif told and message.get("role") == "user":
+            turns.append({**message, "content": _behind(told, message.get("content"))})
+            told = []
+        else:
+            turns.append(message)
+    return [*turns, {"role": "user", "content": _behind(told, None)}] if told else turns
+
+
+def _behind(told: Sequence[str], content: Any) -> Any:
+    if isinstance(content, list):
+        return [*({"type": "text", "text": text} for text in told), *content]
+    return "\n\n".join(text for text in (*told, content) if text)
