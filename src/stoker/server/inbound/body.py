@@ -107,6 +107,7 @@ async def read_body(request: Request, model: type[B]) -> B:
         RequestTimeoutError, ServerBusyError: see `IncomingBodies.received`.
     """
     bodies: IncomingBodies = request.state.bodies
+    model.model_rebuild()  # the first time; in one thread, as decoding is in two
     async with bodies.received(request.receive, JsonBounds(model.max_values)) as data:
         request.state.has_large_body = len(data) > LARGE_BYTES
         body, unknown = await bodies.decoded(data, partial(_validated, model))
