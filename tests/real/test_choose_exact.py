@@ -12,7 +12,10 @@ from reference import Reference, log_softmax
 
 from stoker import Runtime
 from stoker.backends.llama.backend import load
+from stoker.backends.llama.context import LlamaContext
+from stoker.backends.llama.oneshot.scoring import Scorer
 from stoker.backends.protocol.backend import BatchPlan, Conditioning, PlanItem
+from stoker.errors import StepFailedError
 from stoker.ipc.model import ModelSpec
 from stoker.sampling.logprobs import Likelihoods
 from tiny_models import write_llama, write_rwkv7
@@ -200,6 +203,20 @@ def test_what_scores_take_is_given_back_when_memory_is_short(small, direct_small
     small.give_back()
     expected = [direct(direct_small, prompt, text) for text in texts if text]
     assert found.means()[:-1] == pytest.approx(expected, abs=WITHIN)
+
+
+def test_a_text_whose_logits_are_no_numbers_leaves_nothing_behind(small, monkeypatch):
+    """SPEC G7, B7: what led to them lies in cells; the next text has a context of its own."""
+    scorer, text = Scorer(small._model, 512), tokens(random.Random(SEED), small.capabilities.n_vocab, 30)
+    expected = scorer.score(text, 0, 30, 2, b"").copy()
+    before, step = scorer._context, LlamaContext.step
+    with monkeypatch.context() as patch:
+        patch.setattr(LlamaContext, "step", lambda *plan: step(*plan) * np.float32(np.nan))
+        with pytest.raises(StepFailedError, match="no number"):
+            scorer.score(text, 0, 30, 2, b"")
+    assert np.array_equal(scorer.score(text, 0, 30, 2, b""), expected)
+    assert scorer._context is not before
+    scorer.close()
 
 
 @pytest.mark.parametrize("cuts", [(20, 80), (30, 1, 33, 36), (63, 37), (300, 1, 99, 200, 40)], ids=str)

@@ -9,6 +9,7 @@ import pytest
 
 import minilm
 from bert_reference import BertReference, cosine
+from stoker.backends.llama.oneshot import encoder as encoders
 from stoker.backends.llama.oneshot.encoder import MAX_TEXTS, load
 from stoker.errors import UnsupportedError
 from stoker.ipc.model import ModelSpec
@@ -62,6 +63,24 @@ def test_a_vector_does_not_depend_on_the_texts_beside_it(tmp_path):
             for place, vector in zip(places, encoder.encode([texts[at] for at in places]), strict=True):
                 assert cosine(vector, alone[place]) >= ENOUGH
                 assert np.abs(vector - alone[place]).max() < 1e-3 * np.abs(alone[place]).max()
+
+
+def test_what_a_captured_graph_gives_that_is_no_number_is_computed_once_more(tmp_path, monkeypatch, caplog):
+    """B7: in a context that has captured nothing; what is not captured is given as it is."""
+    with encoder_of(write_bert(tmp_path / "bert.gguf")) as encoder:
+        texts = tokens_of(encoder, TEXTS)
+        expected, sound, opened, renew = encoder.encode(texts), encoder._encode, [], encoder._open
+        monkeypatch.setattr(encoder, "_open", lambda: opened.append(renew()))
+        monkeypatch.setattr(
+            encoder, "_encode", lambda texts: sound(texts) * np.float32(1 if opened else np.nan)
+        )
+        monkeypatch.setattr(encoders, "captures_graphs", lambda: True)
+        assert np.isnan(encoder.encode(texts)).all()
+        monkeypatch.setattr(encoder._model, "devices", ("a card",))
+        assert np.array_equal(encoder.encode(texts), expected)
+        assert opened
+        monkeypatch.undo()
+    assert "computed once more" in caplog.text
 
 
 def test_as_many_texts_as_it_says_and_the_longest_one_fit(tmp_path):
