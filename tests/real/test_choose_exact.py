@@ -206,7 +206,7 @@ def test_what_scores_take_is_given_back_when_memory_is_short(small, direct_small
 
 
 def test_a_text_whose_logits_are_no_numbers_leaves_nothing_behind(small, monkeypatch):
-    """SPEC G7, B7: what led to them lies in cells; the next text has a context of its own."""
+    """SPEC D5, B7: what led to them lies in cells; the next text has a context of its own."""
     scorer, text = Scorer(small._model, 512), tokens(random.Random(SEED), small.capabilities.n_vocab, 30)
     expected = scorer.score(text, 0, 30, 2, b"").copy()
     before, step = scorer._context, LlamaContext.step
