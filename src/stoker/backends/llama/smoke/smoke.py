@@ -30,7 +30,7 @@ from stoker.backends.llama.binding import LIBRARY_DIR, LIBRARY_VERSION, accelera
 from stoker.backends.llama.model import ModelOptions
 from stoker.backends.llama.smoke.key_cost import KeyCost
 from stoker.errors import ErrorInfo, LoadCrashedError, ModelLoadError, error_from_info
-from stoker.ipc.model import ANYWHERE, PlacementSpec, Repeatable
+from stoker.ipc.model import ANYWHERE, ModelClass, PlacementSpec, Repeatable
 from stoker.models.gguf.header import read_header
 from stoker.models.placement import chosen_devices
 from stoker.native_crash import native_text
@@ -423,8 +423,9 @@ def _repeatable_cost(
     spec: ModelSpec, header: GgufHeader, setting: SmokeSetting, folder: Path, on_wait: Callable[[], None]
 ) -> float | None:
     """What repeatable texts cost, measured in a child or remembered; None: not known, or not asked."""
+    is_asked = spec.repeatable is Repeatable.AUTO and not spec.kv_type
     is_on_devices = setting.offloads and chosen_devices(spec.placement, accelerators())
-    if spec.repeatable is not Repeatable.AUTO or spec.kv_type or is_on_devices:
+    if not is_asked or is_on_devices or header.model_class is not ModelClass.DECODER:
         return None
     file, key = folder / VERDICT_FILE, "keys:" + _file_key(header, spec.placement)
     known = _read(file).get(key, _MISSING)
