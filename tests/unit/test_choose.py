@@ -179,7 +179,7 @@ class House:
 
     def __init__(self, path=FAKE, **spec):
         self.spec = ModelSpec(id="m", path=path, **spec)
-        self.backend = FakeBackend(n_batch=64)
+        self.backend = FakeBackend(n_batch=self.spec.n_batch or 64)
         cache = PrefixCache(CacheLimits(ram_bytes=0), Ledger())
         self.timer = _Ticking()
         self.jobs = JobTable()
@@ -253,6 +253,24 @@ def test_somebody_who_waits_goes_before_background_that_has_begun(house):
     house.enter("person")
     house.finish()
     assert house.of(Finished) == ["person", "job"]
+
+
+@pytest.mark.parametrize(("slower", "most"), [(1.0, 100), (1.5, 66)])
+def test_a_slice_of_a_choice_is_no_longer_than_the_longest_step_now(make_house, slower, most):
+    """SPEC Q23: also where a target is longer, and less on a machine that others use."""
+    house, asked = make_house(target_step_ms=5000.0, max_step_ms=100.0, n_batch=512), []
+    house.enter("a")
+    choices = house.runner._choices
+    for num_tokens in (8, 64, 512):
+        choices._cost.learn(num_tokens, num_tokens * 0.001)
+    choices._cost.learn = choices._cost.stepped = lambda *_: None  # the fake takes no time
+    choices._cost.slowdown.times = slower
+    choices._advance = lambda current, count, advance=choices._advance: (
+        asked.append(count) or advance(current, count)
+    )
+    house.finish()
+    assert house.of(StateReady) == ["a"]
+    assert max(asked) == most
 
 
 def test_background_waits_while_somebody_generates(house):

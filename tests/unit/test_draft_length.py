@@ -6,8 +6,17 @@ from types import SimpleNamespace
 
 import pytest
 
-from stoker.scheduler.cost import StepCost
-from stoker.speculation.speculator import MAX_CREDIT, MIN_CREDIT, UNMEASURED, Acceptance, DraftLength, Rate
+from stoker.scheduler.cost import Slowdown, StepCost
+from stoker.speculation.speculator import (
+    MAX_CREDIT,
+    MIN_CREDIT,
+    READ_GAP_S,
+    READ_STEPS,
+    UNMEASURED,
+    Acceptance,
+    DraftLength,
+    Rate,
+)
 
 CURVES = {
     "processor": {1: 0.017, 4: 0.044, 8: 0.078, 32: 0.110, 256: 0.9},
@@ -103,6 +112,47 @@ def test_a_model_that_takes_long_to_guess_is_asked_for_less():
     assert counts[0] > counts[-1] == 0
 
 
+@pytest.mark.parametrize("slower", [1.0, 4.0, 12.0])
+def test_somebody_who_reads_waits_for_no_step_much_longer_than_a_plain_one(slower):
+    """SPEC D11: 60 ms, or two plain steps on a machine where these are slow; a job's steps are not bound."""
+    curve, odds = CURVES["processor"], Acceptance(0.99, 0.99)
+    draft_length = DraftLength(cost := measured(curve))
+    for _ in range(40):
+        cost.stepped(1, slower * step_s(curve, 1))
+        draft_length.took(slower * step_s(curve, 1))
+    longest_s = max(READ_GAP_S, READ_STEPS * slower * step_s(curve, 1))
+    assert draft_length.reader_s == pytest.approx(longest_s, rel=0.05)
+    count = draft_length.num_worth(odds, 31, longest_s=draft_length.reader_s)
+    assert slower * step_s(curve, count + 1) <= longest_s
+    assert draft_length.num_worth(odds, 31) == 31
+
+
+def test_guesses_that_win_natively_and_lose_on_the_wall_are_left():
+    """SPEC D9: who writes their tokens out takes a core from the next step, which is as long again."""
+    curve, draft_length = CURVES["processor"], DraftLength(measured(CURVES["processor"]))
+    odds, plain_s, took_s, known, before = Acceptance(0.9, 0.95), step_s(curve, 1), 0.0, 0, 0
+    while known < 4000:
+        count = draft_length.num_worth(odds, 31, longest_s=draft_length.reader_s)
+        this_s = step_s(curve, count + 1) + 0.025 * before
+        if count:
+            draft_length.settle(count, count + 1, this_s)
+            odds.note(count, is_missed=False)
+        else:
+            (draft_length.went_back if before else draft_length.took)(this_s)
+            draft_length.stepped()
+        took_s, known, before = took_s + this_s, known + count + 1, count
+    assert took_s <= 1.02 * known * plain_s
+
+
+def test_steps_with_guesses_that_take_longer_than_predicted_are_shorter_next_time():
+    """SPEC D11: the time is that from step to step, whatever made it longer."""
+    draft_length, odds = DraftLength(measured(CURVES["accelerator"])), Acceptance(0.95, 0.95)
+    first = draft_length.num_worth(odds, 31, longest_s=0.009)
+    for _ in range(10):
+        draft_length.settle(first, first + 1, 2 * step_s(CURVES["accelerator"], first + 1))
+    assert 0 <= draft_length.num_worth(odds, 31, longest_s=0.009) < first
+
+
 def test_the_account_is_bounded_both_ways():
     """SPEC D9: a good stretch does not pay for a long bad one; after a bad one it is tried again some day."""
     draft_length = DraftLength(measured(CURVES["processor"]))
@@ -151,7 +201,9 @@ def test_sizes_that_were_never_measured_are_tried_as_if_they_were_cheap():
 def test_a_step_is_filled_up_to_where_a_further_row_costs_much(count):
     """SPEC D9: some sizes are tried, those at the end of eight rows among them."""
     cost = SimpleNamespace(
-        predict=lambda num_tokens: 0.02 if num_tokens <= count + 1 else 2.0, is_measured=lambda _: True
+        predict=lambda num_tokens: 0.02 if num_tokens <= count + 1 else 2.0,
+        is_measured=lambda _: True,
+        slowdown=Slowdown(),
     )
     draft_length, odds = DraftLength(cost), Acceptance(0.99, 0.99)
     assert draft_length.num_worth(odds, 40) == count

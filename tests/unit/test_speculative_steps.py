@@ -15,10 +15,17 @@ from stoker.ipc.commands import Submit
 from stoker.ipc.constraint import Constraint, ConstraintKind
 from stoker.ipc.events import Delta, Failed, Finished
 from stoker.ipc.model import ModelSpec, Speculation
-from stoker.ipc.request import FinishReason, GenerateRequest, Sampling
+from stoker.ipc.request import FinishReason, GenerateRequest, Priority, Sampling
 from stoker.kv.sequence import ParkForm, Sequence, SequenceKey
 from stoker.machine.ledger import Ledger
-from stoker.speculation.speculator import MOST_WATCHED, REPEAT_ACCEPTANCE, Acceptance, DraftLength, Subject
+from stoker.speculation.speculator import (
+    MOST_WATCHED,
+    READ_GAP_S,
+    REPEAT_ACCEPTANCE,
+    Acceptance,
+    DraftLength,
+    Subject,
+)
 
 ROUND = Constraint(kind=ConstraintKind.REGEX, source="(the same again, )+")
 REQUESTS = {
@@ -38,7 +45,7 @@ REQUESTS = {
 class EagerWager(DraftLength):
     """Guesses seven tokens wherever that fits."""
 
-    def num_worth(self, odds, most, guess_s=0.0):
+    def num_worth(self, odds, most, guess_s=0.0, longest_s=0.0):
         """Seven."""
         return max(0, min(most, 7))
 
@@ -380,3 +387,28 @@ def test_what_was_watched_teaches_the_odds(monkeypatch):
     bench.run()
     assert bench.counts == (0, 0)
     assert sum(each.miss for each in odds) < sum(before)
+
+
+def test_what_a_step_takes_is_the_time_from_the_one_before():
+    """SPEC D9: in company of whatever runs between them; here each turn is a second of its own clock."""
+    bench = Bench(Speculation.LOOKUP)
+    speculator, told = bench.runner._speculator, []
+    length = speculator._draft_length
+    speculator._now = lambda: bench.now
+    length.took = length.went_back = told.append
+    length.settle = lambda _count, _tokens, took_s: told.append(took_s)
+    bench.run()
+    assert bench.counts[0] > 20
+    assert len(told) > 20
+    assert told[0] < 1.0  # what it took itself: nothing of the subject was before it
+    assert set(told[1:]) == {1.0}
+
+
+def test_a_step_with_guesses_is_as_long_as_who_reads_it_allows():
+    """SPEC D11, Q23: a person's by the pace of plain steps, a job's as long as any."""
+    for priority, longest_s in ((Priority.INTERACTIVE, READ_GAP_S), (Priority.BACKGROUND, 0.4)):
+        bench, asked = Bench(Speculation.LOOKUP), []
+        length = bench.runner._speculator._draft_length
+        length.num_worth = lambda *_, longest_s=0.0, asked=asked: asked.append(longest_s) or 0
+        bench.run(priority=priority)
+        assert set(asked) == {longest_s}

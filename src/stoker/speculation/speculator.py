@@ -7,11 +7,13 @@ only where a sequence runs alone, and only in free cells.
 An accepted guess saves a step, a rejected one was computed for nothing. `DraftLength` owns the acceptance
 rates and a credit of what drafts have saved and lost, which bounds what the next ones may lose: decoding
 with drafts is never much slower than without. The credit is in plain steps, so that it means the same on any
-machine.
+machine. What a step takes is the time on the wall from the one before, in company of whatever else runs.
+While somebody reads, a step with a draft is bounded by the pace of the plain ones.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 import msgspec
@@ -26,7 +28,7 @@ from stoker.speculation.prompt_lookup import LookupMatch, SuffixIndex, continuat
 
 COUNTS = (1, 2, 3, 5, 7, 11, 15, 23, 31)
 """Guesses that a step may carry; matrix products grow in steps of eight rows."""
-MIN_SPEEDUP = 1.1
+MIN_SPEEDUP = 1.15
 """How much faster than plain decoding a step has to promise to be."""
 FIRST_CREDIT = 3.0
 MAX_CREDIT = 5.0
@@ -46,6 +48,14 @@ UNMEASURED = 0.35
 """What a further token of a step costs, in plain steps, until such a step was measured."""
 SLOWEST = 2.0
 """A step counts as at most so many times as long as predicted: beyond, other load disturbed it."""
+SLOWEST_BACK = 4.0
+"""The same of the plain step after one with guesses, which a device prepares anew."""
+FOLLOW = 0.2
+"""How quickly times on the wall, and that of a guess by a draft model, are learned anew."""
+READ_GAP_S, READ_STEPS = 0.06, 2.0
+"""While somebody reads, a step with guesses takes that long at most, or so many plain steps, if more."""
+ROOM = 0.9
+"""The part of that which is planned to be used: some steps take longer than predicted."""
 
 
 class Rate:
@@ -128,52 +138,81 @@ class DraftLength:
 
     def __init__(self, cost: StepCost) -> None:
         self._cost = cost
+        self._plain_s: float | None = None  # from the end of a step to that of a plain one
+        self._excess = 1.0  # how many times their prediction steps with guesses took
         self.credit = FIRST_CREDIT
 
     def __repr__(self) -> str:
         return f"<DraftLength {self.credit:.1f} steps to lose>"
 
-    def num_worth(self, acceptance: Acceptance, most: int, guess_s: float = 0.0) -> int:
+    @property
+    def reader_s(self) -> float:
+        """The longest that a step with guesses may take while somebody reads."""
+        return max(READ_GAP_S, READ_STEPS * (self._plain_s or self._cost.predict(1) or 0.0))
+
+    def num_worth(
+        self, acceptance: Acceptance, most: int, guess_s: float = 0.0, longest_s: float = math.inf
+    ) -> int:
         """Guesses that pay best, up to `most`; 0: decode plainly.
 
         Args:
             acceptance: how likely they are accepted.
             most: how many there can be.
             guess_s: seconds to make one.
+            longest_s: seconds that the step may take.
         """
         alone_s = self._cost.predict(1)
         if alone_s is None or self.credit <= 0.0:
             return 0
-        best, best_s = 0, alone_s / MIN_SPEEDUP
+        plain_s = self._plain_s or alone_s
+        best, best_s = 0, plain_s / MIN_SPEEDUP
         for count in _counts(most):
-            step_s = self._step_s(count + 1, alone_s) + count * guess_s
+            step_s = self._excess * self._step_s(count + 1, alone_s) + count * guess_s
+            if step_s > ROOM * longest_s:
+                break
             token_s = step_s / acceptance.num_expected(count)
-            is_covered = (step_s / alone_s - 1.0) * acceptance.miss <= MAX_RISKED * self.credit
+            is_covered = (step_s / plain_s - 1.0) * acceptance.miss <= MAX_RISKED * self.credit
             if token_s < best_s and is_covered:
                 best, best_s = count, token_s
         return best
 
     def settle(self, num_guesses: int, num_tokens: int, took_s: float) -> None:
-        """Count a step with guesses: the tokens it gave, and seconds, guessing included."""
+        """Count a step with guesses: the tokens it gave, and seconds from the step before to its end."""
         alone_s = self._cost.predict(1)
         if alone_s is None:
             return
-        most_s = SLOWEST * self._step_s(num_guesses + 1, alone_s)
-        self._pay(num_tokens - min(took_s, most_s) / alone_s)
+        expected_s = self._step_s(num_guesses + 1, alone_s)
+        times = min(took_s / expected_s, SLOWEST)
+        self._pay(num_tokens - times * expected_s / (self._plain_s or alone_s))
+        self._excess += FOLLOW * (times - self._excess)
 
     def _step_s(self, num_tokens: int, alone_s: float) -> float:
+        """Seconds from one step to the end of one over so many tokens, now."""
         predicted_s = self._cost.predict(num_tokens) if self._cost.is_measured(num_tokens) else None
-        return alone_s * (1.0 + UNMEASURED * (num_tokens - 1)) if predicted_s is None else predicted_s
+        if predicted_s is None:
+            predicted_s = alone_s * (1.0 + UNMEASURED * (num_tokens - 1))
+        times = self._cost.slowdown.times
+        between_s = 0.0 if self._plain_s is None else max(0.0, self._plain_s - times * alone_s)
+        return times * predicted_s + between_s
+
+    def took(self, took_s: float) -> None:
+        """A plain step that followed another one took so long from that one's end."""
+        plain_s = self._plain_s or self._cost.predict(1)
+        if plain_s is not None:
+            self._plain_s = plain_s + FOLLOW * (min(took_s, SLOWEST * plain_s) - plain_s)
 
     def stepped(self) -> None:
         """Count a plain step in which guesses were allowed."""
         self._pay(TRIAL_CREDIT)
 
     def went_back(self, took_s: float) -> None:
-        """Count a plain step right after one with guesses, which a device prepares anew (SPEC Q18)."""
-        alone_s = self._cost.predict(1)
-        if alone_s is not None:
-            self._pay(min(0.0, 1.0 - took_s / alone_s))
+        """Count a plain step right after one with guesses.
+
+        A device prepares it anew (SPEC Q18); on a CPU whoever writes the tokens out needs a core meanwhile.
+        """
+        plain_s = self._plain_s or self._cost.predict(1)
+        if plain_s is not None:
+            self._pay(1.0 - min(took_s / plain_s, SLOWEST_BACK))
 
     def _pay(self, won: float) -> None:
         self.credit = min(max(self.credit + won, MIN_CREDIT), MAX_CREDIT)
@@ -184,8 +223,6 @@ def _counts(most: int) -> list[int]:
     return [*below, min(most, COUNTS[-1])] if most > 0 else []
 
 
-FOLLOW = 0.2
-"""How quickly the time of a guess by a draft model is learned anew."""
 MODEL_ACCEPTANCE = (0.75, 0.75)
 """Assumed of a draft model: the first guess, and each further one."""
 REPEAT_ACCEPTANCE = ((0.5, 0.75), (0.65, 0.85), (0.8, 0.9), (0.9, 0.95))
@@ -269,6 +306,7 @@ class Speculator:
         self._subject: Subject | None = None
         self._drafted_by: tuple[Acceptance, ...] = ()
         self._has_drafted = False  # in the step before
+        self._learned_s: float | None = None  # when that was learned from, if it was the subject's
         self._guessing_s = 0.0
         self._guess_s: float | None = None
         self.num_drafted_total = 0
@@ -320,20 +358,25 @@ class Speculator:
             return []
         kind = min(max((match.length - 1).bit_length() - 2, 0), len(REPEAT_ACCEPTANCE) - 1)
         acceptance = subject.repeats[kind]
-        count = self._draft_length.num_worth(acceptance, self._num_possible(subject.sequence))
+        sequence = subject.sequence
+        count = self._draft_length.num_worth(
+            acceptance, self._num_possible(sequence), longest_s=self._longest_s(sequence)
+        )
         if not count:
             subject.watch(kind, match)
             return []
         subject.watch_none()
         self._drafted_by = acceptance, self._acceptance[kind]
-        return self._drawable(continuation(subject.sequence.tokens, match, count))
+        return self._drawable(continuation(sequence.tokens, match, count))
 
     def _modelled(self, subject: Subject) -> list[int]:
         """What the draft model guesses."""
         sequence, acceptance = subject.sequence, subject.of_model
         if self._drafter is None or sequence.images:
             return []
-        count = self._draft_length.num_worth(acceptance, self._num_possible(sequence), self._guess_s or 0.0)
+        count = self._draft_length.num_worth(
+            acceptance, self._num_possible(sequence), self._guess_s or 0.0, self._longest_s(sequence)
+        )
         if not count:
             return []
         begun_s = self._now()
@@ -345,6 +388,10 @@ class Speculator:
         self._guess_s = each_s if self._guess_s is None else self._guess_s + FOLLOW * (each_s - self._guess_s)
         self._drafted_by = acceptance, self._acceptance[-1]
         return self._drawable(draft)
+
+    def _longest_s(self, sequence: Sequence) -> float:
+        """Seconds that its step may take: nobody reads along with a job."""
+        return self._scheduler.limits.max_step_s if sequence.is_background else self._draft_length.reader_s
 
     def _num_possible(self, sequence: Sequence) -> int:
         """Guesses that fit: rows, free cells, the context, and the tokens it still wants."""
@@ -367,23 +414,33 @@ class Speculator:
         """What became of the step's draft, if it had one."""
         subject, part = self._subject, plan.parts[0]
         if subject is None or part.sequence is not subject.sequence:
+            self._learned_s = None
             return
+        wall_s = self._since_last(took_s)
         num_drafted = len(part.item.tokens) - 1
         if not num_drafted:
-            if self._has_drafted and self._scheduler.limits.is_on_device:
-                self._draft_length.went_back(took_s)
+            if self._has_drafted:
+                self._draft_length.went_back(wall_s)
+            elif len(plan.parts) == 1:
+                self._draft_length.took(wall_s)
             self._pass(subject)
             self._observe(subject, part.item.start + 1)
         elif self._drafted_by:
             num_drawn = len(subject.sequence.tokens) - part.item.start - 1
             num_accepted = min(max(num_drawn - 1, 0), num_drafted)
             has_ended = subject.sequence.state is SequenceState.DONE
-            self._settle(num_drafted, num_accepted, took_s + self._guessing_s)
+            self._settle(num_drafted, num_accepted, wall_s)
             for acceptance in self._drafted_by:
                 acceptance.note(num_accepted, is_missed=num_accepted < num_drafted and not has_ended)
         self._has_drafted = num_drafted > 0
         if subject.sequence.state is SequenceState.DONE:
             self._subject = None
+
+    def _since_last(self, took_s: float) -> float:
+        """Seconds from the step before; of a first one what it took itself, guessing included."""
+        now, last = self._now(), self._learned_s
+        self._learned_s = now
+        return took_s + self._guessing_s if last is None else now - last
 
     def _observe(self, subject: Subject, place: int) -> None:
         """A plain step drew the token at `place`: watched guesses teach the rates at no cost."""
