@@ -17,8 +17,10 @@ load_native()
 import stoker.engine.loop, stoker.backends.llama.backend
 """
 WORKER = "import stoker.client.worker.jobs"
+COMMAND = "import stoker.cli.main"
+SERVER = "import stoker.cli.main, stoker.cli.serve_screen, stoker.server.service"
 FRONT = {"fastapi", "starlette", "uvicorn", "httpx", "pydantic", "pydantic_settings", "typer", "rich"}
-COMMAND = {"pydantic", "pydantic_settings", "typer", "rich"}
+SETTINGS = {"pydantic", "pydantic_settings", "typer"}
 RARE = {"PIL", "jinja2", "safetensors", "rich", "prompt_toolkit", "huggingface_hub"}
 """What a server needs for some requests only, in other processes, or on a terminal."""
 
@@ -39,12 +41,12 @@ def loaded_by(program: str) -> set[str]:
         ),
         (WORKER, FRONT | {"PIL", "numpy", "psutil", "safetensors"}),
         ("import stoker", FRONT | {"PIL", "numpy", "msgspec"}),
-        ("import stoker.cli.main", FRONT - COMMAND | {"PIL", "jinja2", "jsonschema", "numpy"}),
+        (COMMAND, FRONT - SETTINGS | RARE | {"jsonschema", "numpy"}),
         (
             "import stoker.runtime, stoker.server.serve",
             {"fastapi", "uvicorn", "httpx", "jsonschema", "numpy"} | RARE,
         ),
-        ("import stoker.server.service", {"httpx", "jsonschema", "numpy"} | RARE),
+        (SERVER, {"httpx", "jsonschema", "numpy"} | RARE),
     ],
     ids=["engine", "worker", "library", "command", "server until models load", "server"],
 )

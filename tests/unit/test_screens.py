@@ -11,7 +11,6 @@ import pytest
 from rich.console import Console
 from typer.testing import CliRunner
 
-from stoker.cli import tables
 from stoker.cli.commands import ps
 from stoker.cli.main import app
 from stoker.cli.tables import print_line
@@ -78,7 +77,9 @@ def test_no_name_of_a_file_breaks_the_table_of_models(columns, tmp_path):
 @pytest.mark.parametrize("columns", [80, 120])
 def test_ps_shows_ids_whole(columns, capsys, monkeypatch):
     """T10: the id of a request is what `cancel` takes."""
-    monkeypatch.setattr(tables, "Console", lambda **how: Console(width=columns, force_terminal=True, **how))
+    monkeypatch.setattr(
+        "rich.console.Console", lambda **how: Console(width=columns, force_terminal=True, **how)
+    )
     name = "chatcmpl-0123456789abcdef0123456789abcdef"
     slot = {"state": "decode", "model": NAME, "num_tokens": 7, "request_id": name, "class": "interactive"}
     model = {"id": NAME, "state": "ready", "bytes": {"kv": 2**20}, "pinned": True}

@@ -3,24 +3,16 @@
 from __future__ import annotations
 
 import sys
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Self
 
 import typer
-from rich.console import Console
-from rich.progress import (
-    BarColumn,
-    DownloadColumn,
-    Progress,
-    TaskID,
-    TextColumn,
-    TimeRemainingColumn,
-    TransferSpeedColumn,
-)
 
 from stoker.errors import ModelNotFoundError
 
 if TYPE_CHECKING:
     from pathlib import Path
+
+    from rich.progress import TaskID
 
 
 def download(reference: str, models_dir: Path, revision: str = "main") -> Path:
@@ -62,11 +54,21 @@ def _is_somebody_there() -> bool:
     return sys.stdin.isatty() and sys.stderr.isatty()
 
 
-class _Bars(Progress):
-    """One bar a file, on stderr."""
+class _Bars:
+    """One bar a file, on stderr, while entered."""
 
     def __init__(self) -> None:
-        super().__init__(
+        from rich.console import Console
+        from rich.progress import (
+            BarColumn,
+            DownloadColumn,
+            Progress,
+            TextColumn,
+            TimeRemainingColumn,
+            TransferSpeedColumn,
+        )
+
+        self._progress = Progress(
             TextColumn("{task.description}"),
             BarColumn(),
             DownloadColumn(binary_units=True),
@@ -76,8 +78,15 @@ class _Bars(Progress):
         )
         self._by_name: dict[str, TaskID] = {}
 
+    def __enter__(self) -> Self:
+        self._progress.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._progress.stop()
+
     def show(self, num_done: int, num_bytes: int, name: str) -> None:
         """Take what the download says."""
         if name not in self._by_name:
-            self._by_name[name] = self.add_task(name, total=num_bytes)
-        self.update(self._by_name[name], completed=num_done)
+            self._by_name[name] = self._progress.add_task(name, total=num_bytes)
+        self._progress.update(self._by_name[name], completed=num_done)

@@ -10,13 +10,9 @@ import json
 import logging
 import logging.handlers
 import os
+import sys
 import time
 from typing import TYPE_CHECKING, Any, Self
-
-from rich.console import Console
-from rich.highlighter import NullHighlighter
-from rich.logging import RichHandler
-from rich.text import Text
 
 from stoker.settings import load_settings
 
@@ -25,20 +21,30 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
     from pathlib import Path
 
+    from rich.console import Console
+
     from stoker.settings import ServerSettings
 
 PLAIN_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 _JOURNAL_PRIORITIES = ((logging.ERROR, 3), (logging.WARNING, 4), (logging.INFO, 6), (logging.NOTSET, 7))
 _STDERR = 2
-_STYLES = {logging.WARNING: "yellow", logging.ERROR: "bold red", logging.CRITICAL: "bold red"}
 
 
-def set_up(settings: ServerSettings, console: Console) -> None:
+def terminal() -> Console | None:
+    """A console on stderr where that is a terminal; None where it is not: what draws there is not loaded."""
+    if not sys.stderr.isatty():
+        return None
+    from rich.console import Console
+
+    return Console(stderr=True)
+
+
+def set_up(settings: ServerSettings, console: Console | None) -> None:
     """Send the log of this program where the settings say; called once.
 
     Args:
         settings: level, form and place.
-        console: on stderr; a terminal's gets lines above whatever it shows besides.
+        console: as from `terminal`; it gets lines above whatever it shows besides.
     """
     handler = _handler(settings, console)
     if settings.quiet:
@@ -56,15 +62,17 @@ def set_up_if_asked(config: Path | None, flags: Mapping[str, Any]) -> None:
     """
     settings = load_settings(flags, config)[1]
     if settings.model_fields_set & {"log_level", "log_file"}:
-        set_up(settings, Console(stderr=True))
+        set_up(settings, terminal())
 
 
-def _handler(settings: ServerSettings, console: Console) -> logging.Handler:
+def _handler(settings: ServerSettings, console: Console | None) -> logging.Handler:
     handler: logging.Handler
     if settings.log_file is not None:
         settings.log_file.parent.mkdir(parents=True, exist_ok=True)
         handler = logging.handlers.WatchedFileHandler(settings.log_file, encoding="utf-8")
-    elif console.is_terminal and settings.log_format == "text":
+    elif console is not None and settings.log_format == "text":
+        from stoker.cli.log_lines import TerminalHandler
+
         return TerminalHandler(console, shows_logger=settings.log_level == "debug")
     else:
         handler = logging.StreamHandler()
@@ -84,36 +92,6 @@ def _is_journal() -> bool:
         return False
     found = os.fstat(_STDERR)
     return stream == f"{found.st_dev}:{found.st_ino}"
-
-
-class TerminalHandler(RichHandler):
-    """Lines for people: time of day, level if it is no ordinary one, the message wrapped below itself.
-
-    Args:
-        console: of the terminal.
-        shows_logger: the logger's name stands before each message.
-    """
-
-    def __init__(self, console: Console, *, shows_logger: bool) -> None:
-        super().__init__(
-            console=console,
-            show_level=False,
-            show_path=False,
-            omit_repeated_times=False,
-            log_time_format="%H:%M:%S",
-            highlighter=NullHighlighter(),
-        )
-        self.setFormatter(logging.Formatter("%(message)s"))
-        self._shows_logger = shows_logger
-
-    def render_message(self, record: logging.LogRecord, message: str) -> Text:
-        """The message with what stands before it."""
-        text = Text()
-        if style := _STYLES.get(record.levelno):
-            text.append(f"{record.levelname.lower()}: ", style)
-        if self._shows_logger:
-            text.append(f"{record.name}: ", "dim")
-        return text.append(message)
 
 
 class NotesHandler(logging.Handler):

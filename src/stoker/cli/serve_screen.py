@@ -13,11 +13,6 @@ import time
 from importlib.metadata import version
 from typing import TYPE_CHECKING
 
-from rich.console import Console
-from rich.live import Live
-from rich.table import Table
-from rich.text import Text
-
 from stoker.cli.session import Activity
 from stoker.errors import StokerError
 from stoker.server.inbound.security import is_loopback
@@ -27,6 +22,9 @@ from stoker.wording import count_text, duration_text, size_text
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
+
+    from rich.console import Console
+    from rich.text import Text
 
     from stoker.ipc.events import ModelState
     from stoker.ipc.model import ModelInfo
@@ -86,6 +84,10 @@ class ServeInTerminal(Screen):
 
     def ready(self, line: str, service: Service) -> None:
         """The readiness line on stdout, dim where that is a terminal too; then the block."""
+        from rich.console import Console
+        from rich.table import Table
+        from rich.text import Text
+
         self._end_loading()
         Console(file=sys.stdout, soft_wrap=True, highlight=False, markup=False).print(line, style="dim")
         sys.stdout.flush()
@@ -102,6 +104,8 @@ class ServeInTerminal(Screen):
 
     async def watch(self, service: Service) -> None:
         """The status at the bottom, from ready to the end."""
+        from rich.live import Live
+
         try:
             await self._is_ready.wait()
             with Live(
@@ -142,6 +146,8 @@ class StatusLine:
 
     def shown(self) -> Text:
         """The line as it is now."""
+        from rich.text import Text
+
         text = Text(self._text, "reverse", no_wrap=True, overflow="ellipsis")
         text.truncate(MAX_STATUS_COLUMNS, overflow="ellipsis")
         return text

@@ -15,9 +15,6 @@ from os import fstat
 from typing import TYPE_CHECKING, Self
 
 import typer
-from rich.console import Console
-from rich.progress import BarColumn, Progress, SpinnerColumn, TaskID, TextColumn, TimeElapsedColumn
-from rich.text import Text
 
 from stoker.errors import InvalidRequestError
 from stoker.ipc.events import Parked, PrefillProgress, Queued
@@ -26,6 +23,9 @@ from stoker.wording import duration_text
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
     from types import TracebackType
+
+    from rich.console import Console
+    from rich.progress import TaskID
 
     from stoker.cli.options import RuntimeFactory
     from stoker.client.requests.stream import Notice
@@ -85,6 +85,9 @@ class Activity:
     """
 
     def __init__(self, console: Console | None = None) -> None:
+        from rich.console import Console
+        from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
         console = console or Console(stderr=True)
         self._progress = Progress(
             SpinnerColumn(),
@@ -161,6 +164,9 @@ async def opened(settings: EngineSettings, factory: RuntimeFactory | None) -> As
 
 def tell(text: str, *, end: str = "\n") -> None:
     """A dim text on stderr, about the answer and not of it; without escapes where a terminal takes none."""
+    from rich.console import Console
+    from rich.text import Text
+
     Console(stderr=True, highlight=False, soft_wrap=True).print(
         Text(text.translate(CONTROLS)), style="dim", end=end
     )

@@ -9,13 +9,10 @@ from __future__ import annotations
 import textwrap
 from typing import TYPE_CHECKING
 
-from rich.cells import cell_len
-from rich.console import Console
-from rich.table import Table
-from rich.text import Text
-
 if TYPE_CHECKING:
     from collections.abc import Sequence
+
+    from rich.console import Console
 
 _PIPE_COLUMNS = 240  # a pipe has no edge to fold at
 _GAP = 2
@@ -23,6 +20,8 @@ _GAP = 2
 
 def new_console() -> Console:
     """A console on stdout, where texts are shown as they are; wide where no terminal has an edge."""
+    from rich.console import Console
+
     console = Console(highlight=False, markup=False, emoji=False, soft_wrap=True)
     if not console.is_terminal:
         console.width = _PIPE_COLUMNS
@@ -40,6 +39,10 @@ def print_table(
         rows: a text for each column; empty ones of the last are left out where they would stand below.
         styles: of the rows; too few: the rest has none.
     """
+    from rich.cells import cell_len
+    from rich.table import Table
+    from rich.text import Text
+
     rows = [[_shown(cell) for cell in row] for row in rows]
     widths = [max(len(name), *(cell_len(row[at]) for row in rows), 0) for at, name in enumerate(header)]
     is_beside = sum(widths) + _GAP * len(widths) <= console.width
@@ -76,6 +79,8 @@ def print_line(console: Console, head: str, text: str, style: str = "") -> None:
         text: any length.
         style: of all.
     """
+    from rich.text import Text
+
     shown = _shown(head + text)
     if console.is_terminal:
         indent = " " * len(head)

@@ -27,6 +27,7 @@ from stoker.engine.threads.timer import READ_EVERY_S
 from stoker.ipc.codec import command_decoder, encode_events
 from stoker.ipc.engine_config import EngineConfig
 from stoker.ipc.events import Logged
+from stoker.machine import malloc
 from stoker.native_crash import prepare_to_crash
 
 if TYPE_CHECKING:
@@ -156,8 +157,7 @@ def prepare_signals() -> None:
 
 def limit_allocator(memory_limit: int | None) -> None:
     """Let malloc keep of freed memory what the machine's tier allows (SPEC M2)."""
-    from stoker.machine import malloc  # noqa: PLC0415 - these imports take a while: signals come first
-    from stoker.machine.limits import (  # noqa: PLC0415 - likewise
+    from stoker.machine.limits import (  # noqa: PLC0415 - these imports take a while: signals come first
         DEFAULTS,
         read_limits,
         tier_of,
@@ -237,6 +237,7 @@ def serve(arguments: list[str], make_engine: MakeEngine = engine_loop) -> int:
     """
     prepare_signals()
     prepare_to_crash()
+    malloc.share_arena()
     if make_engine is engine_loop:
         load_native()
     from stoker.engine.inbox import Inbox  # noqa: PLC0415 - imports numpy

@@ -12,17 +12,24 @@ _M_ARENA_MAX = -8
 _RETURNED_BYTES = 2**20
 
 
+def share_arena() -> None:
+    """Give all threads one arena; called before any is started.
+
+    Each would else get its own and keep what it freed there. Python's lock lets one of them run at a time.
+    """
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None).mallopt(_M_ARENA_MAX, 1)
+
+
 def limit_cache(size_bytes: int) -> None:
     """Keep at most `size_bytes` of freed memory; blocks of a MiB and more go back to the system at once.
 
-    Without it glibc raises its thresholds and keeps freed states of some MiB (mallopt(3)). All threads share
-    one arena: each of their own would keep what it freed, and Python's lock lets one of them run at a time.
+    Without it glibc raises its thresholds and keeps freed states of some MiB (mallopt(3)).
     """
     with contextlib.suppress(OSError, AttributeError):
         library = ctypes.CDLL(None)
         library.mallopt(_M_MMAP_THRESHOLD, _RETURNED_BYTES)
         library.mallopt(_M_TRIM_THRESHOLD, size_bytes)
-        library.mallopt(_M_ARENA_MAX, 1)
 
 
 def trim() -> None:

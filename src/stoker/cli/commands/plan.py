@@ -13,9 +13,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.console import Console
-from rich.markup import escape
-from rich.table import Table
 
 from stoker.cli.exits import ExitCode
 from stoker.cli.options import AsJson, Config, engine_settings, models_that_begin
@@ -23,6 +20,8 @@ from stoker.wording import size_text
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+
+    from rich.table import Table
 
     from stoker.backends.device import Device
     from stoker.ipc.model import ModelSpec, ProjectorSpec
@@ -236,6 +235,9 @@ def _device_record(device: DeviceBudget, found: _Plan) -> dict[str, object]:
 
 
 def _show(found: _Plan) -> None:
+    from rich.console import Console
+    from rich.markup import escape
+
     console = Console(highlight=False, soft_wrap=True)
     each = " each" if found.estimate.kv_layout == "streams" else ""
     form = f"context {found.estimate.n_ctx}{each}, slots {found.spec.num_slots}{_layers(found)}"
@@ -258,6 +260,9 @@ def _layers(found: _Plan) -> str:
 
 def _table(found: _Plan) -> Table:
     """A column of the machine's memory, and one of each device that has its own."""
+    from rich.markup import escape
+    from rich.table import Table
+
     estimate, budget = found.estimate, found.budget
     table = Table(box=None, show_header=bool(budget.devices), pad_edge=False, header_style="dim")
     table.add_column()

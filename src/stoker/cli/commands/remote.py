@@ -10,7 +10,6 @@ import math
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
 
 from stoker.cli.options import AsJson
 from stoker.cli.target import ApiKey, Url, ask_server, reading_answer
@@ -112,6 +111,8 @@ def _post(
     url: str | None, api_key: str | None, path: str, body: dict[str, Any], doing: str
 ) -> dict[str, Any]:
     """The server's answer; on a terminal it shows what is being waited for."""
+    from rich.console import Console
+
     with Console(stderr=True).status(doing):
         return ask_server(url, api_key, path, body)
 

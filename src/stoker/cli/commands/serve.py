@@ -10,7 +10,6 @@ import logging
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
 
 from stoker.cli import logs
 from stoker.cli.options import Config, option_of
@@ -38,19 +37,22 @@ PANELS = {
 
 def serve(*, config: Config = None, **flags: Any) -> None:
     """Serve models over HTTP until Ctrl-C or SIGTERM; one JSON line on stdout says when it is ready."""
+    from stoker.machine import malloc
+
+    malloc.share_arena()
     engine, server = load_settings(flags, config)
-    console = Console(stderr=True)
+    console = logs.terminal()
     logs.set_up(server, console)
     if strange := strange_variables():
         log.warning("the environment has %s, which are no settings", ", ".join(strange))
     from stoker.client.process.transport import spawned_ahead
 
-    is_shown = console.is_terminal and not console.is_dumb_terminal and not server.quiet
     with spawned_ahead(engine) as ahead:  # its imports and those of a server take half a second each
         from stoker.cli.serve_screen import ServeInLog, ServeInTerminal
         from stoker.server.serve import run_server
 
-        if is_shown and server.log_format == "text":
+        is_shown = not server.quiet and server.log_format == "text"
+        if is_shown and console is not None and not console.is_dumb_terminal:
             raise typer.Exit(run_server(engine, server, ServeInTerminal(engine, server, console), ahead))
         raise typer.Exit(run_server(engine, server, ServeInLog(engine, server), ahead))
 
