@@ -18,6 +18,7 @@ from stoker.backends.llama.smoke import smoke
 from stoker.backends.protocol.backend import BatchPlan, Conditioning, PlanItem
 from stoker.errors import InvalidRequestError
 from stoker.ipc.model import ModelSpec, Repeatable
+from stoker.models.gguf.header import GgufHeader
 
 pytestmark = pytest.mark.skipif(bool(accelerators()), reason="an accelerator has keys of its own")
 PROMPT = tuple(range(3, 103))
@@ -88,7 +89,22 @@ def test_repeatable_texts_over_cells_that_cannot_give_them_are_warned_of(
 ) -> None:
     """SPEC E2: both were asked for."""
     assert chosen(*files, "on", kv_type="f16") == ("f16", False, False)
-    assert "texts over f16 cells, which were asked for, are not repeatable" in caplog.text
+    assert "its texts are not repeatable, with f16 cells of a decoder and weights in F32" in caplog.text
+
+
+def test_weights_that_are_multiplied_in_tiles_are_never_called_repeatable(
+    tiny_decoder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """SPEC E2, E3: K-quants; "auto" measures none, as it would be paid for nothing."""
+    monkeypatch.setattr(GgufHeader, "tensor_types", frozenset({"F32", "Q4_K"}))
+    assert chosen(tiny_decoder, tmp_path, "auto") == ("f16", False, False)
+    assert not any(key.startswith("keys:") for key in json.loads((tmp_path / "smoke.json").read_text()))
+    assert not caplog.records
+    assert chosen(tiny_decoder, tmp_path, "on") == ("bf16/f16", False, True)
+    assert (
+        "its texts are not repeatable, with bf16/f16 cells of a decoder and weights in F32, Q4_K"
+        in caplog.text
+    )
 
 
 def test_auto_measures_a_model_once_and_takes_repeatable_texts_under_five_percent(

@@ -326,8 +326,7 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         kv_layout: where the tokens of sequences lie, as in `KVLayout`; "pool" or "streams".
-        is_repeatable: its answers are computed as if each ran alone, as far as the weights' type allows that
-            (docs/repeatable.md).
+        is_repeatable: its answers are computed as if each ran alone (docs/repeatable.md).
         repeatable_cost: how much longer a step takes for it here, 0.15 being 15 %; None: not measured.
         degraded: what it got less of than was asked for, for want of memory (SPEC R2).
         pairing: with its projector (SPEC V1): "ready", "needs_projector", "broken"; empty: no vision model.

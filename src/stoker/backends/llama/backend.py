@@ -37,6 +37,7 @@ from stoker.errors import ModelLoadError, UnsupportedError
 from stoker.ipc.model import KVLayout, ModelClass, Repeatable
 from stoker.models.fingerprint import fingerprint
 from stoker.models.gguf.header import read_header
+from stoker.models.gguf.tensor_types import ROW_BY_ROW
 from stoker.models.memory_estimate.estimate import num_sequences, stream_cells
 
 if TYPE_CHECKING:
@@ -410,6 +411,14 @@ def _put_together(spec: ModelSpec, header: GgufHeader, options: ModelOptions) ->
             n_ctx=spec.n_ctx if spec.num_cells or context.has_streams else 0,
         )
         made.pop_all()
+    found = backend.capabilities
+    if spec.repeatable is Repeatable.ON and found.computes_on_cpu and not found.is_repeatable:
+        kinds = found.kv_type, found.model_class, ", ".join(sorted(header.tensor_types))
+        log.warning(
+            "%s: its texts are not repeatable, with %s cells of a %s and weights in %s",
+            header.path.name,
+            *kinds,
+        )
     if spec.draft_path and spec.speculation.uses_model:
         _add_drafter(backend, spec, model)
     return backend
@@ -481,13 +490,17 @@ def _key_type(spec: ModelSpec, model: LlamaModel) -> KeyType:
     """What was asked for; else of those that take two bytes what is quickest, or makes texts repeatable."""
     if not spec.kv_type:
         return KeyType.BF16 if not model.devices and _is_asked_alike(spec, model) else KeyType.F16
-    if spec.repeatable is Repeatable.ON and spec.kv_type == KeyType.F16 and not model.devices:
-        log.warning("%s: texts over f16 cells, which were asked for, are not repeatable", model.path.name)
     try:
         return KeyType(spec.kv_type)
     except ValueError:
         known = ", ".join(KeyType)
         raise UnsupportedError(f"cells of type {spec.kv_type!r} are not known; {known} are") from None
+
+
+def _is_repeatable(header: GgufHeader, model: LlamaModel, context: LlamaContext) -> bool:
+    """Whether rows have the same bits in steps of any shape, floats in the weights aside."""
+    is_alike = context.is_in_order and context.key_type is not KeyType.F16 and not model.devices
+    return is_alike and header.tensor_types <= ROW_BY_ROW
 
 
 def _is_asked_alike(spec: ModelSpec, model: LlamaModel) -> bool:
@@ -514,7 +527,7 @@ def _capabilities(header: GgufHeader, model: LlamaModel, context: LlamaContext, 
         kv_type=_kv_type_name(context.key_type),
         flash_attention=context.flash_attention,
         kv_layout=KVLayout.STREAMS if context.has_streams else KVLayout.POOL,
-        is_repeatable=context.is_in_order and context.key_type is not KeyType.F16 and not model.devices,
+        is_repeatable=_is_repeatable(header, model, context),
         repeatable_cost=model.repeatable_cost,
         can_trim=model.keeps_every_cell,
         can_fork=model.keeps_every_cell,

@@ -94,3 +94,9 @@ FILE_TYPES = {
     39: "NVFP4",
     40: "Q1_0",
 }
+
+ROW_BY_ROW = frozenset({"F32", "F16", "BF16", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "IQ4_NL"})
+"""Types that llama.cpp multiplies on a CPU alike for one token and for many, floats but for a thousandth.
+
+K-quants and the other IQ types it does not (docs/repeatable.md).
+"""

@@ -32,6 +32,7 @@ from stoker.backends.llama.smoke.key_cost import KeyCost
 from stoker.errors import ErrorInfo, LoadCrashedError, ModelLoadError, error_from_info
 from stoker.ipc.model import ANYWHERE, ModelClass, PlacementSpec, Repeatable
 from stoker.models.gguf.header import read_header
+from stoker.models.gguf.tensor_types import ROW_BY_ROW
 from stoker.models.placement import chosen_devices
 from stoker.native_crash import native_text
 from stoker.private import write_text
@@ -425,7 +426,8 @@ def _repeatable_cost(
     """What repeatable texts cost, measured in a child or remembered; None: not known, or not asked."""
     is_asked = spec.repeatable is Repeatable.AUTO and not spec.kv_type
     is_on_devices = setting.offloads and chosen_devices(spec.placement, accelerators())
-    if not is_asked or is_on_devices or header.model_class is not ModelClass.DECODER:
+    can_be = header.model_class is ModelClass.DECODER and header.tensor_types <= ROW_BY_ROW
+    if not is_asked or is_on_devices or not can_be:
         return None
     file, key = folder / VERDICT_FILE, "keys:" + _file_key(header, spec.placement)
     known = _read(file).get(key, _MISSING)
