@@ -16,7 +16,7 @@ INSTALL := @$(PYTHON) tools/install.py --venv $(VENV)
 export PROMPT
 
 .DEFAULT_GOAL := help
-.PHONY: help run chat serve test test-slow check format reference bench rebuild clean demo dev peer
+.PHONY: help run chat serve test test-slow check format reference bench bench-compare rebuild clean demo dev peer
 
 help:
 	@echo 'make run [PROMPT="..."]   install, then answer from the embedded model'
@@ -26,6 +26,7 @@ help:
 	@echo 'make check                lint, format, types, shape of the code'
 	@echo 'make reference            write the pages of docs/ that follow from the code'
 	@echo 'make bench                compare with llama-server on this machine'
+	@echo 'make bench-compare BASE=commit   compare with Stoker as it was then'
 	@echo 'make rebuild              build llama.cpp again'
 	@echo 'make clean                remove the environment and caches'
 
@@ -73,6 +74,10 @@ format: dev
 
 bench: peer
 	$(BIN)/python -m bench $(ARGS)
+
+bench-compare: peer
+	@test -n "$(BASE)" || { echo 'make bench-compare BASE=commit: which commit to compare with' >&2; exit 2; }
+	$(BIN)/python -m bench --base "$(BASE)" $(ARGS)
 
 clean:
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis dist build

@@ -1,8 +1,9 @@
 """Command line of the benchmark: `python -m bench` (or `make bench`).
 
 Starts Stoker and llama-server with the same model, slots, context and threads, lets them take turns on each
-workload, and writes the report. With two `--url` and two `--label` it compares servers that already run. With
-`--device` it measures an accelerator instead (`--device --help` says how).
+workload, and writes the report. With `--base COMMIT` the other server is Stoker as it was then; with two
+`--url` and two `--label` it compares servers that already run. With `--device` it measures an accelerator
+instead (`--device --help` says how).
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import sys
+from contextlib import nullcontext
 from importlib.resources import files
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -19,12 +21,13 @@ import uvloop
 from rich.console import Console
 
 from bench import publication
+from bench.commits import ROOT, Commits, checked_out
 from bench.device import command
 from bench.ending import cancel_on_sigterm
 from bench.errors import BenchError
 from bench.install_peer import install_peer
 from bench.peers import Shape
-from bench.session import Contestants, Plan, compare_running, compare_started
+from bench.session import Contestants, Plan, compare_commits, compare_running, compare_started
 from bench.workloads import WORKLOADS
 from bench.workloads.swap import Swap
 
@@ -58,12 +61,19 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     add("--ctx-size", type=int, default=16384)
     add("--threads", type=int, default=psutil.cpu_count(logical=False) or 1, help="default: physical cores")
     add("--llama-server", type=Path, metavar="FILE", help="use this one, build none")
+    add(
+        "--base", metavar="COMMIT", help="compare this tree of Stoker with that commit, not with llama-server"
+    )
     add("--url", action="append", default=[], help="a running server; give two, each with a --label")
     add("--label", action="append", default=[])
-    add("--out", type=Path, default=REPORT_FOLDER, help="folder for report.md, .json and .png")
+    add("--out", type=Path, help="folder for report.md, .json and .png (default: bench/report)")
     options = parser.parse_args(arguments)
+    # neither comparison overwrites the other's report
+    options.out = options.out or (REPORT_FOLDER / "base" if options.base else REPORT_FOLDER)
     if (options.url or options.label) and not len(options.url) == len(options.label) == NUM_SERVERS:
         parser.error("a comparison of running servers takes two --url and two --label")
+    if options.base and (options.url or options.llama_server):
+        parser.error("--base compares Stoker with itself: neither --url nor --llama-server goes with it")
     if options.repeat < 1:
         parser.error("--repeat must be at least 1")
     return options
@@ -77,8 +87,8 @@ def plan_of(options: argparse.Namespace) -> Plan:
     return Plan(workloads, frozenset(chosen & set(FIGURES)), seeds, has_swap=Swap.name in chosen)
 
 
-async def run(options: argparse.Namespace, console: Console) -> Report:
-    """Measure what the options ask for."""
+async def run(options: argparse.Namespace, console: Console, base: Path | None = None) -> Report:
+    """Measure what the options ask for; `base` is where the files of the commit lie that they name."""
     cancel_on_sigterm()
     plan = plan_of(options)
     if options.url:
@@ -87,8 +97,10 @@ async def run(options: argparse.Namespace, console: Console) -> Report:
     model = options.model or Path(str(files(package) / name))
     if not model.is_file():
         raise BenchError(f"there is no model file {model}")
-    binary = options.llama_server or await asyncio.to_thread(install_peer, console)
     shape = Shape(options.slots, options.ctx_size, options.threads)
+    if base is not None:
+        return await compare_commits(plan, Commits(model, ROOT, base, shape), console)
+    binary = options.llama_server or await asyncio.to_thread(install_peer, console)
     return await compare_started(plan, Contestants(model, binary, shape), console)
 
 
@@ -101,11 +113,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return command.main(given)
     options = parse_arguments(arguments)
     try:
-        report = uvloop.run(run(options, console))
+        with checked_out(options.base) if options.base else nullcontext() as base:
+            report = uvloop.run(run(options, console, base))
     except (BenchError, OSError) as error:
         console.print(f"error: {error}", style="bold red", markup=False)
         return 1
-    except asyncio.CancelledError:
+    except (asyncio.CancelledError, KeyboardInterrupt):
         console.print("ended before its time", style="bold red")
         return 1
     publication.show(report, console)

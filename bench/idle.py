@@ -18,6 +18,14 @@ async def idle_cpu_percent(pid: int, duration_s: float = IDLE_S) -> float:
 
 
 def tree_cpu_s(root: psutil.Process) -> float:
-    """CPU seconds, user and system, that a process and all its live descendants have used."""
-    times = [process.cpu_times() for process in (root, *root.children(recursive=True))]
-    return float(sum(t.user + t.system for t in times))
+    """CPU seconds, user and system, that a process and its descendants have used, ended ones included."""
+    # children first: the time of one that ends meanwhile is its parent's count of ended children
+    return sum(map(_cpu_s, (*reversed(root.children(recursive=True)), root)))
+
+
+def _cpu_s(process: psutil.Process) -> float:
+    try:
+        t = process.cpu_times()
+    except psutil.NoSuchProcess:
+        return 0.0
+    return float(t.user + t.system + t.children_user + t.children_system)

@@ -50,7 +50,10 @@ class Shape:
 class Server(Protocol):
     """A kind of server."""
 
-    label: ClassVar[str]
+    @property
+    def label(self) -> str:
+        """What the tables call it."""
+        ...
 
     def command(self, shape: Shape, port: int) -> list[str]:
         """The command line; it listens on loopback only."""

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from bench.tables import CACHE_PICTURE, figure_table, markdown, ratio_table, timeline_name
+from bench.tables import CACHE_PICTURE, fact_table, figure_table, markdown, ratio_tables, timeline_name
 from bench.workloads import WORKLOADS
 
 if TYPE_CHECKING:
@@ -18,11 +18,16 @@ if TYPE_CHECKING:
 
 
 def show(report: Report, console: Console) -> None:
-    """Print the tables of `report`."""
+    """Print the tables of `report`, and what it was measured on."""
     if report.comparisons:
-        console.print(ratio_table(report))
+        console.print(
+            f"ratio above 1: {report.labels[0]} is better; median, least and most of the repetitions"
+        )
+        for table in ratio_tables(report, console.width):
+            console.print(table)
     if report.figures:
         console.print(figure_table(report))
+    console.print(fact_table(report))
 
 
 def write(report: Report, folder: Path) -> list[Path]:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
-from dataclasses import asdict, dataclass
-from statistics import median_high, median_low
+from dataclasses import asdict, dataclass, replace
+from statistics import median, median_high, median_low
 from typing import Any
 
+from bench.company import is_disturbed
 from bench.stages import Stage
 from bench.timeline import Timeline
 from bench.workloads.workload import Better, Judged, Metric
@@ -78,10 +79,26 @@ def _ratio(value: float, by: float) -> float:
 
 
 @dataclass(frozen=True, slots=True)
+class Turn:
+    """What the machine did while one server had its turn.
+
+    Attributes:
+        load: processes that ran or wanted to at its end, mean of a minute; the servers' own are among them.
+        others_cores: cores that other processes had, on average; None: not known.
+    """
+
+    load: float
+    others_cores: float | None
+
+
+@dataclass(frozen=True, slots=True)
 class Comparison:
     """A workload's outcome on two servers.
 
-    `timelines`: one a server, of the last repetition, or none. `stages`: those of each server, or none.
+    Attributes:
+        timelines: one a server, of the last repetition, or none.
+        stages: those of each server, or none.
+        turns: those of the first and the second server in each repetition, or none.
     """
 
     workload: str
@@ -89,6 +106,17 @@ class Comparison:
     series: tuple[Series, ...]
     timelines: tuple[Timeline, ...] = ()
     stages: tuple[tuple[Stage, ...], ...] = ()
+    turns: tuple[tuple[Turn, Turn], ...] = ()
+
+    def without_bars(self) -> Comparison:
+        """The same, where nothing is judged."""
+        series = (replace(each, metric=replace(each.metric, bar=None)) for each in self.series)
+        return replace(self, series=tuple(series))
+
+    @property
+    def num_disturbed(self) -> int:
+        """Repetitions in which another process took a core from one of the two."""
+        return sum(is_disturbed(turn.others_cores for turn in pair) for pair in self.turns)
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,11 +145,33 @@ class Report:
     comparisons: tuple[Comparison, ...]
     figures: tuple[Figure, ...]
 
+    @property
+    def is_watched(self) -> bool:
+        """Whether it is known of any turn what others took."""
+        return any(turn.others_cores is not None for turn in self.turns)
+
+    @property
+    def turns(self) -> tuple[Turn, ...]:
+        """All turns of all workloads."""
+        return tuple(turn for each in self.comparisons for pair in each.turns for turn in pair)
+
+    @property
+    def load_during(self) -> str:
+        """The greatest load of all turns and what others took in them, as text; empty: nothing had a turn."""
+        if not self.turns:
+            return ""
+        load = f"at most {max(turn.load for turn in self.turns):.1f} (1 minute mean, the servers' own in it)"
+        taken = [turn.others_cores for turn in self.turns if turn.others_cores is not None]
+        if not self.is_watched:
+            return f"{load}; what others took is not known"
+        return f"{load}; others took {median(taken):.2f} cores, at most {max(taken):.2f}"
+
     def document(self) -> dict[str, Any]:
         """The report as plain data: every value, every ratio, every verdict."""
         return {
             "labels": list(self.labels),
             "machine": self.machine,
+            "load_during": self.load_during,
             "settings": self.settings,
             "workloads": [_comparison_document(comparison) for comparison in self.comparisons],
             "figures": [
@@ -159,4 +209,6 @@ def _comparison_document(comparison: Comparison) -> dict[str, Any]:
         ],
         "timelines": [asdict(timeline) for timeline in comparison.timelines],
         "stages": [[asdict(stage) for stage in stages] for stages in comparison.stages],
+        "turns": [[asdict(turn) for turn in pair] for pair in comparison.turns],
+        "disturbed": comparison.num_disturbed,
     }

@@ -20,6 +20,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from bench.bare_load import measure_bare_load
 from bench.client import Client
+from bench.commits import BASE, NEW
+from bench.company import describe_load
 from bench.contest import alternate
 from bench.errors import BenchError
 from bench.idle import IDLE_S, idle_cpu_percent
@@ -36,6 +38,7 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.progress import TaskID
 
+    from bench.commits import Commits
     from bench.peers import Server
     from bench.workloads import Workload
 
@@ -69,11 +72,14 @@ class Contestants:
     binary: Path
     shape: Shape
 
+    def servers(self, cache_dir: Path) -> tuple[Server, Server]:
+        """The two, with `cache_dir` for what Stoker keeps from one start to the next."""
+        return StokerServer(str(self.model), cache_dir), LlamaServer(self.binary, self.model)
+
 
 async def compare_started(plan: Plan, contestants: Contestants, console: Console) -> Report:
     """Start both servers, run the plan, stop them."""
-    machine = describe_machine()
-    comparisons: list[Comparison] = []
+    machine = describe_machine() | {"load before": await describe_load()}
     figures: list[Figure] = []
     if "overhead" in plan.figures:
         console.print("Python's own time per step ...")
@@ -88,26 +94,14 @@ async def compare_started(plan: Plan, contestants: Contestants, console: Console
         console.print("A person beside a batch ...")
         figures += await asyncio.to_thread(measure_batch, contestants.model, plan.seeds)
     with tempfile.TemporaryDirectory(prefix="bench-") as logs:
-        for shape, workloads in _by_shape(plan.workloads, contestants.shape).items():
-            async with AsyncExitStack() as stack:
-                pair = await _start_pair(contestants, shape, Path(logs), stack)
-                comparisons += await _run_workloads(workloads, pair, plan.seeds, console)
+        comparisons = await _run_plan(plan, contestants, Path(logs), console)
         if plan.has_swap:
             comparisons.append(await _compare_swaps(contestants, plan.seeds, Path(logs), console))
         if "idle" in plan.figures:
-            console.print("Idle servers ...")
-            async with AsyncExitStack() as stack:
-                pair = await _start_pair(contestants, contestants.shape, Path(logs), stack)
-                figures += await _measure_idle(pair)
+            figures += await _compare_idle(contestants, Path(logs), console)
     machine[LlamaServer.label] = await asyncio.to_thread(binary_version, contestants.binary)
-    shape = contestants.shape
     settings = {
-        **_plan_settings(plan),
-        "model": contestants.model.name,
-        "slots": f"{shape.num_slots}",
-        "context": f"{shape.ctx_size} tokens, shared by all slots (llama-server: --kv-unified)",
-        "threads": f"{shape.num_threads}",
-        **{w.name: f"{w.shape(shape)}" for w in plan.workloads if w.shape(shape) != shape},
+        **_settings(plan, contestants),
         **({Swap.name: await asyncio.to_thread(_swap_setting, contestants)} if plan.has_swap else {}),
     }
     return Report(
@@ -115,9 +109,27 @@ async def compare_started(plan: Plan, contestants: Contestants, console: Console
     )
 
 
+async def compare_commits(plan: Plan, commits: Commits, console: Console) -> Report:
+    """Start the servers of two commits of Stoker, run the plan's workloads, stop them.
+
+    What is judged against llama-server has no bar here.
+    """
+    facts = await asyncio.to_thread(commits.describe)
+    machine = describe_machine() | facts | {"load before": await describe_load()}
+    if left_out := sorted(plan.figures - {"idle"}) + [Swap.name] * plan.has_swap:
+        console.print(f"{', '.join(left_out)}: left out, as they are not of a server of one model")
+    figures: list[Figure] = []
+    with tempfile.TemporaryDirectory(prefix="bench-") as logs:
+        comparisons = await _run_plan(plan, commits, Path(logs), console)
+        if "idle" in plan.figures:
+            figures += await _compare_idle(commits, Path(logs), console)
+    without_bars = tuple(comparison.without_bars() for comparison in comparisons)
+    return Report((NEW, BASE), machine, _settings(plan, commits), without_bars, tuple(figures))
+
+
 async def compare_running(plan: Plan, urls: Sequence[str], labels: Sequence[str], console: Console) -> Report:
     """Run the plan's workloads against two servers that somebody else started."""
-    machine = describe_machine()
+    machine = describe_machine() | {"load before": await describe_load()}
     first, second = (Target(label, Client(url)) for url, label in zip(urls, labels, strict=True))
     for target in (first, second):
         await target.warm_up()
@@ -230,16 +242,30 @@ def _overhead_figures(way: dict[str, float | str]) -> list[Figure]:
     ]
 
 
+async def _run_plan(
+    plan: Plan, contestants: Contestants | Commits, logs: Path, console: Console
+) -> list[Comparison]:
+    """All workloads, with servers started anew for each shape."""
+    comparisons = []
+    for shape, workloads in _by_shape(plan.workloads, contestants.shape).items():
+        async with AsyncExitStack() as stack:
+            pair = await _start_pair(contestants, shape, logs, stack)
+            comparisons += await _run_workloads(workloads, pair, plan.seeds, console)
+    return comparisons
+
+
+async def _compare_idle(contestants: Contestants | Commits, logs: Path, console: Console) -> list[Figure]:
+    console.print("Idle servers ...")
+    async with AsyncExitStack() as stack:
+        return await _measure_idle(await _start_pair(contestants, contestants.shape, logs, stack))
+
+
 async def _start_pair(
-    contestants: Contestants, shape: Shape, logs: Path, stack: AsyncExitStack
+    contestants: Contestants | Commits, shape: Shape, logs: Path, stack: AsyncExitStack
 ) -> tuple[Target, Target]:
     # a folder of its own: what an earlier run kept on disk must not answer this one
     cache_dir = stack.enter_context(tempfile.TemporaryDirectory(prefix="cache-", dir=logs))
-    servers = (
-        StokerServer(str(contestants.model), Path(cache_dir)),
-        LlamaServer(contestants.binary, contestants.model),
-    )
-    return await _start(servers, shape, logs, stack)
+    return await _start(contestants.servers(Path(cache_dir)), shape, logs, stack)
 
 
 async def _compare_swaps(contestants: Contestants, seeds: range, logs: Path, console: Console) -> Comparison:
@@ -307,6 +333,18 @@ def _by_shape(workloads: Sequence[Workload], default: Shape) -> dict[Shape, list
     for workload in workloads:
         groups.setdefault(workload.shape(default), []).append(workload)
     return groups
+
+
+def _settings(plan: Plan, contestants: Contestants | Commits) -> dict[str, str]:
+    shape = contestants.shape
+    return {
+        **_plan_settings(plan),
+        "model": contestants.model.name,
+        "slots": f"{shape.num_slots}",
+        "context": f"{shape.ctx_size} tokens, shared by all slots (llama-server: --kv-unified)",
+        "threads": f"{shape.num_threads}",
+        **{w.name: f"{w.shape(shape)}" for w in plan.workloads if w.shape(shape) != shape},
+    }
 
 
 def _plan_settings(plan: Plan) -> dict[str, str]:

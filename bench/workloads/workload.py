@@ -97,6 +97,19 @@ class Workload(ABC):
         return default
 
 
+PAUSES = (
+    Metric("itl_p95_ms", "between tokens, p95", "ms", Better.LOWER, bar=1 / 1.15, in_picture=False),
+    Metric("itl_max_ms", "between tokens, longest", "ms", Better.LOWER, bar=1 / 2, in_picture=False),
+)
+"""How long a reader waits for the next piece of text: p95 and the longest of all that read."""
+
+
+def pauses(streams: Iterable[Stream]) -> dict[str, float]:
+    """The values of `PAUSES`; each stream has two arrivals of text at least."""
+    gaps_ms = [gap_s * 1e3 for stream in streams for gap_s in stream.gaps_s]
+    return {"itl_p95_ms": percentile(gaps_ms, 95), "itl_max_ms": max(gaps_ms)}
+
+
 def require_tokens(streams: Iterable[Stream], num_tokens: int) -> None:
     """Raise BenchError unless every stream has exactly `num_tokens`: a short answer is not a fast one."""
     for stream in streams:

@@ -228,7 +228,7 @@ def test_the_report_is_a_page_a_document_and_a_picture(report: Report, tmp_path:
     assert [path.name for path in written] == ["report.md", "report.json", "report.png"]
     page = written[0].read_text()
     assert "0.990" in page
-    assert "0.90 to 1.20" in page
+    assert "| 0.990 | 0.900 | 1.200 |" in page
     assert "MISSED" in page
     assert "A \\| CPU" in page
     document = json.loads(written[1].read_bytes())
@@ -316,7 +316,7 @@ class Process:
     """Stands for psutil's: some CPU time and some children."""
 
     def __init__(self, user_s: float, *children: Process) -> None:
-        self._times = SimpleNamespace(user=user_s, system=0.25)
+        self._times = SimpleNamespace(user=user_s, system=0.25, children_user=0.0, children_system=0.0)
         self._children = children
 
     def cpu_times(self) -> SimpleNamespace:

@@ -316,4 +316,4 @@ def test_a_bar_says_what_it_is_of() -> None:
         tables.bar_text(metric(Better.LOWER, 1, Judged.MEDIAN)),
         tables.bar_text(metric(Better.HIGHER, 8, Judged.EACH)),
     ]
-    assert texts == ["ratio ≥ 0.95", "ratio ≥ 0.87", "own ≤ 1", "each ≥ 8"]
+    assert texts == ["≥ 0.95", "≥ 0.87", "own ≤ 1", "each ≥ 8"]
