@@ -32,6 +32,9 @@ BACKGROUND_TARGETS = 4
 MIN_BACKGROUND_TOKENS = 64
 BACKGROUND_SHARE = 0.1
 """Under `latency`: the part of their time that interactive requests give to background in their steps."""
+TILE_TOKENS, NEARLY_A_TILE = 64, 48
+"""llama.cpp computes attention over f16 keys for so many tokens at once; each that is left over takes 1.6
+times as long after 1,500 others (measured, SmolLM2). So a step of nearly a tile has a whole one."""
 FINISH_TARGETS = 3.0
 """Targets that a step may take to bring a prompt to its end: its first token comes some steps sooner, and the
 other sequences wait once for about as long as those steps together."""
@@ -74,8 +77,13 @@ class StepBudget:
         return min(self.n_batch - num_tokens, max(most - num_tokens, MIN_PREFILL_TOKENS))
 
     def _within_now(self) -> int:
-        """Tokens of the longest step, on the machine as it is."""
-        return self._cost.tokens_now(self.max_s, self.n_batch)
+        """Tokens of the longest step, on the machine as it is: whole tiles where that bounds it."""
+        within = self._cost.tokens_now(self.max_s, self.n_batch)
+        if within >= min(self.n_batch, TILE_TOKENS):
+            return within if within == self.n_batch else within - within % TILE_TOKENS
+        tile_s = self._cost.predict(TILE_TOKENS)
+        is_nearly = tile_s and tile_s * self._cost.slowdown.times * NEARLY_A_TILE <= self.max_s * TILE_TOKENS
+        return min(TILE_TOKENS, self.n_batch) if is_nearly else within
 
     def decode_rows(self, num_prefilling: int) -> int:
         """Decode rows beside so many ready prefills, each of which gets a token at least."""
