@@ -113,7 +113,7 @@ def test_auto_measures_a_model_once_and_takes_repeatable_texts_under_five_percen
     """SPEC E3: in a child process, remembered beside the verdict; the dearer of prompt and answer counts."""
     with caplog.at_level(logging.INFO):
         first = chosen(tiny_decoder, tmp_path, "auto")
-    assert "repeatable texts would take" in caplog.text
+    assert f"repeatable is {'on' if first[1] else 'off'}, it takes " in caplog.text
     assert trials == [(), smoke.KEY_COST]
     assert chosen(tiny_decoder, tmp_path, "auto") == first
     remember(tmp_path, 0.049, -0.1)

@@ -321,9 +321,9 @@ def test_help_names_every_option_whole(place):
     ("is_repeatable", "cost", "shown"),
     [
         (True, None, ["on"]),
-        (True, 0.021, ["on, it takes 2% more time here"]),
-        (True, -0.02, ["on, it takes 0% more time here"]),
-        (False, 0.21, ["off, it takes 21% more time here"]),
+        (True, 0.021, ["on, takes up to 2% more time here"]),
+        (True, -0.02, ["on, takes up to 0% more time here"]),
+        (False, 0.21, ["off, on would take up to 21% more time here"]),
         (False, None, []),
     ],
 )

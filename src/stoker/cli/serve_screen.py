@@ -227,7 +227,8 @@ def _repeatable_text(info: ModelInfo) -> list[str]:
     cost = info.repeatable_cost
     if cost is None:
         return ["on"] if info.is_repeatable else []
-    return [f"{'on' if info.is_repeatable else 'off'}, it takes {max(cost, 0.0):.0%} more time here"]
+    more = f"{max(cost, 0.0):.0%} more time here"
+    return [f"on, takes up to {more}" if info.is_repeatable else f"off, on would take up to {more}"]
 
 
 def _context(engine: EngineSettings, models: Iterable[ModelInfo]) -> str:

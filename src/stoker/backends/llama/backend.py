@@ -21,6 +21,7 @@ from stoker.backends.llama.graph.draws import has_draws
 from stoker.backends.llama.model import LlamaModel, ModelOptions
 from stoker.backends.llama.oneshot.scoring import ChoiceScoring, Scorer
 from stoker.backends.llama.smoke.first_decode import first_decode
+from stoker.backends.llama.smoke.key_cost import MOST_COST
 from stoker.backends.llama.smoke.smoke import (
     note_working,
     tried_options,
@@ -60,9 +61,6 @@ log = logging.getLogger(__name__)
 
 THREADS_BESIDE_DEVICES = 2
 """More wait for each other by spinning, on the cores that launch the kernels of the next step."""
-
-MOST_COST = 0.05
-"""What repeatable texts may cost where nobody asked for them, as a fraction of a step's time."""
 
 _GENERATING = (ModelClass.DECODER, ModelClass.RECURRENT, ModelClass.HYBRID)
 

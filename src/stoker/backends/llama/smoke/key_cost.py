@@ -20,6 +20,8 @@ from stoker.backends.protocol.backend import BatchPlan, PlanItem
 if TYPE_CHECKING:
     from stoker.backends.llama.model import LlamaModel
 
+MOST_COST = 0.05
+"""What repeatable texts may cost where nobody asked for them, as a fraction of a step's time."""
 SLICE_TOKENS = 64
 """Of a prompt: the fewest that llama.cpp computes attention over f16 keys in tiles for."""
 SEED_TOKENS = 32

@@ -28,7 +28,7 @@ import platformdirs
 
 from stoker.backends.llama.binding import LIBRARY_DIR, LIBRARY_VERSION, accelerators
 from stoker.backends.llama.model import ModelOptions
-from stoker.backends.llama.smoke.key_cost import KeyCost
+from stoker.backends.llama.smoke.key_cost import MOST_COST, KeyCost
 from stoker.errors import ErrorInfo, LoadCrashedError, ModelLoadError, error_from_info
 from stoker.ipc.model import ANYWHERE, ModelClass, PlacementSpec, Repeatable
 from stoker.models.gguf.header import read_header
@@ -439,8 +439,9 @@ def _repeatable_cost(
         cost = found.key_cost
         if found.is_ok:
             _write(file, {**_read(file), key: msgspec.to_builtins(cost)})
-    said = f"would take {cost}" if cost else "were not measured"
-    _logger.info("%s: repeatable texts %s", header.path.name, said)
+    choice = "on" if cost and cost.most < MOST_COST else "off"
+    said = f"takes {cost}" if cost else "could not be measured"
+    _logger.info("%s: repeatable is %s, it %s", header.path.name, choice, said)
     return cost.most if cost else None
 
 
