@@ -1,11 +1,11 @@
 """Python's own time per step: how long the engine loop takes around the native decode.
 
-Runs the real loop on the real backend in this process, with eight rows decoding, its events encoded and
+Runs the real loop on the real backend in this process, with so many rows decoding, its events encoded and
 written to a socket as in production (a child swallows them). The native calls are wrapped with a clock: a
-step's own time is the time from one decode call to the next, less what they took. Drawing a token from its
-row is part of it, and also shown by itself.
+step's own time is the time from one decode call to the next, less what they took. Drawing tokens from rows,
+with the text and events of them, is part of it, and also shown by itself.
 
-    python -m bench.step_overhead --model FILE [--threads N] [--json]
+    python -m bench.step_overhead --model FILE [--rows 1 8] [--threads N] [--json]
 
 Beside a device the parts of a step count differently: from rows that are there to the next launch the device
 stands still, everything after the launch is free while it takes less than the device. Without a model both
@@ -26,7 +26,7 @@ import sys
 import threading
 import time
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from itertools import pairwise
 from statistics import median, quantiles
 from typing import TYPE_CHECKING, Any, Self
@@ -39,13 +39,13 @@ from stoker.client.process.transport import config_of
 from stoker.engine.inbox import Inbox
 from stoker.engine.loop import EngineLoop
 from stoker.engine.process import EventWriter
+from stoker.engine.runners.postprocess import Postprocess
 from stoker.engine.runners.slots import SlotRunner
 from stoker.engine.runners.steps import StepRunner
 from stoker.ipc.commands import LoadModel, Shutdown, Submit
 from stoker.ipc.events import Failed, Finished, ModelState
 from stoker.ipc.model import ModelSpec
 from stoker.ipc.request import GenerateRequest, Sampling
-from stoker.sampling.generation import Generation
 from stoker.settings import EngineSettings
 
 if TYPE_CHECKING:
@@ -72,13 +72,14 @@ WAYS = {"greedy": Sampling(temperature=0.0), "default samplers": Sampling(seed=1
 
 @dataclass(frozen=True, slots=True)
 class Overhead:
-    """Milliseconds of a step at eight rows, over all steps of one run.
+    """Milliseconds of a step, over all steps of one run.
 
     `own_cpu_median_ms` counts what the loop's thread computed, without its waits for a core: it stays the
     same on a busy machine.
     """
 
     way: str
+    num_rows: int
     num_steps: int
     own_median_ms: float
     own_p95_ms: float
@@ -158,14 +159,13 @@ class Stopwatch:
 
         return timed
 
-    def drawing(self, advance: Callable[..., Any]) -> Callable[..., Any]:
-        """`advance` with its time added to the turn."""
+    def drawing(self, draw: Callable[..., Any]) -> Callable[..., Any]:
+        """`draw` with its time added to the turn."""
 
-        def timed(generation: Generation, row: Any) -> Any:
+        def timed(*args: Any) -> None:
             began_s = time.perf_counter()
-            drawn = advance(generation, row)
+            draw(*args)
             self.turns[-1].drawing_s += time.perf_counter() - began_s
-            return drawn
 
         return timed
 
@@ -183,13 +183,13 @@ class Stopwatch:
 
     @contextmanager
     def on_drawing(self) -> Iterator[None]:
-        """Inside, `Generation.advance` is clocked too; eight clocks a step would count as the step's own."""
-        advance = Generation.advance
-        setattr(Generation, "advance", self.drawing(advance))  # noqa: B010 - a method may not be assigned
+        """Inside, `Postprocess.draw` is clocked too."""
+        draw = Postprocess.draw
+        setattr(Postprocess, "draw", self.drawing(draw))  # noqa: B010 - a method may not be assigned
         try:
             yield
         finally:
-            setattr(Generation, "advance", advance)  # noqa: B010 - likewise
+            setattr(Postprocess, "draw", draw)  # noqa: B010 - likewise
 
 
 @contextmanager
@@ -209,7 +209,7 @@ def clocked(owner: type, name: str) -> Iterator[list[float]]:
         setattr(owner, name, method)
 
 
-def summarise(way: str, turns: Sequence[Turn]) -> Overhead:
+def summarise(way: str, num_rows: int, turns: Sequence[Turn]) -> Overhead:
     """The steps of `turns` that decode all rows, each followed by another such step.
 
     Raises:
@@ -218,14 +218,15 @@ def summarise(way: str, turns: Sequence[Turn]) -> Overhead:
     pairs = [
         (turn, following)
         for turn, following in pairwise(turns)
-        if turn.num_tokens == NUM_ROWS == following.num_tokens
+        if turn.num_tokens == num_rows == following.num_tokens
     ]
     if len(pairs) < NUM_PERCENTILES:
-        raise BenchError(f"{len(pairs)} steps had {NUM_ROWS} rows; {NUM_PERCENTILES} are needed")
+        raise BenchError(f"{len(pairs)} steps had {num_rows} rows; {NUM_PERCENTILES} are needed")
     own_ms = [1e3 * (after.began_s - turn.began_s - turn.native_s) for turn, after in pairs]
     cpu_ms = [1e3 * (after.began_cpu_s - turn.began_cpu_s - turn.native_cpu_s) for turn, after in pairs]
     return Overhead(
         way=way,
+        num_rows=num_rows,
         num_steps=len(pairs),
         own_median_ms=median(own_ms),
         own_p95_ms=quantiles(own_ms, n=NUM_PERCENTILES)[-1],
@@ -301,21 +302,17 @@ class Engine:
                 raise BenchError(f"the engine did not do its work; it said {self._outcomes[-3:]}")
 
 
-def measure(model: str, num_threads: int) -> list[Overhead]:
-    """The overhead of each way of sampling on `model` (a GGUF path)."""
-    spec = ModelSpec(id="bench", path=model, num_slots=NUM_ROWS, n_ctx=4096, num_threads=num_threads)
+def measure(model: str, num_threads: int, rows: Sequence[int] = (NUM_ROWS,)) -> list[Overhead]:
+    """The overhead of each way of sampling on `model` (a GGUF path), at each number of rows."""
     results = []
     watch = Stopwatch()
-    with watch.on_natives(), Engine(spec) as engine:
-        for way, sampling in WAYS.items():
-            watch.turns.clear()
-            engine.run(way, sampling)
-            overhead = summarise(way, watch.turns)
-            watch.turns.clear()
-            with watch.on_drawing():
-                engine.run(f"{way}, drawing clocked", sampling)
-            drawing_ms = summarise(way, watch.turns).drawing_median_ms
-            results.append(replace(overhead, drawing_median_ms=drawing_ms))
+    for num_rows in rows:
+        spec = ModelSpec(id="bench", path=model, num_slots=num_rows, n_ctx=4096, num_threads=num_threads)
+        with watch.on_natives(), watch.on_drawing(), Engine(spec) as engine:
+            for way, sampling in WAYS.items():
+                watch.turns.clear()
+                engine.run(way, sampling)
+                results.append(summarise(way, num_rows, watch.turns))
     return results
 
 
@@ -384,6 +381,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     subject = parser.add_mutually_exclusive_group(required=True)
     subject.add_argument("--model")
     subject.add_argument("--device", action="store_true")
+    parser.add_argument("--rows", type=int, nargs="+", default=[NUM_ROWS])
     parser.add_argument("--vocabulary", type=int, default=1024)
     parser.add_argument("--device-ms", type=float, default=5.8)
     parser.add_argument("--threads", type=int, default=os.cpu_count() or 1)
@@ -392,7 +390,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         if options.device:
             return _report_device(options)
-        results = measure(options.model, options.threads)
+        results = measure(options.model, options.threads, options.rows)
     except BenchError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
@@ -401,9 +399,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
     for result in results:
         print(
-            f"{result.way}: own {result.own_median_ms:.3f} ms (p95 {result.own_p95_ms:.3f}, "
-            f"CPU {result.own_cpu_median_ms:.3f}), drawing in it "
-            f"{result.drawing_median_ms:.3f}, native {result.native_median_ms:.1f}, {result.num_steps} steps"
+            f"{result.num_rows} rows, {result.way}: own {result.own_median_ms:.3f} ms "
+            f"(p95 {result.own_p95_ms:.3f}, CPU {result.own_cpu_median_ms:.3f}), "
+            f"drawing, text and events in it {result.drawing_median_ms:.3f}, "
+            f"native {result.native_median_ms:.1f}, {result.num_steps} steps"
         )
     return 0
 

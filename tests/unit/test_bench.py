@@ -361,12 +361,12 @@ def test_own_time_is_the_turn_without_the_native_call() -> None:
     steps = [Turn(began_s=0.1 * i, began_cpu_s=0.06 * i, num_tokens=8) for i in range(30)]
     for turn in steps:
         turn.native_s, turn.native_cpu_s, turn.drawing_s = 0.098, 0.059, 0.0005
-    overhead = summarise("greedy", [Turn(-9.0, -9.0, 200), *steps])
+    overhead = summarise("greedy", 8, [Turn(-9.0, -9.0, 200), *steps])
     assert overhead.num_steps == 29
     assert [overhead.own_median_ms, overhead.own_p95_ms] == pytest.approx([2.0, 2.0])
     assert [overhead.own_cpu_median_ms, overhead.drawing_median_ms] == pytest.approx([1.0, 0.5])
     with pytest.raises(BenchError, match="9 steps"):
-        summarise("greedy", steps[:10])
+        summarise("greedy", 8, steps[:10])
 
 
 def test_the_time_before_a_launch_and_the_time_behind_it_are_apart() -> None:

@@ -12,7 +12,7 @@ from stoker.errors import InvalidRequestError, StepFailedError
 from stoker.ipc.request import Sampling
 from stoker.sampling.logit_edits import EarlyEndBan, LogitBias, RepeatPenalty
 from stoker.sampling.sampler import Sampler, Stream, pick, probabilities, uniform
-from stoker.sampling.together import draw_together
+from stoker.sampling.together import draw_rows, draw_together
 from stoker.sampling.truncation import Workspace, largest
 
 NUM_VOCAB = 2000
@@ -85,6 +85,30 @@ def test_the_best_of_a_row_draw_what_the_whole_row_draws(kind):
     assert draw_together(samplers, _best(rows), WORKSPACE) == expected
     if kind in {"defaults", "hot", "top k alone"}:
         assert len(set(expected)) > 50, "a test of one token tells nothing"
+
+
+def test_a_step_of_whole_rows_is_drawn_from_as_each_row_is():
+    """D1: whatever its requests ask for; who needs more of a row than its best draws from it alone."""
+    rows = _rows(66, seed=11)
+    kinds = [*KINDS] * 8
+    samplers = [_sampler(kind, seed) for seed, kind in enumerate(kinds[:60])]
+    best, penalties = int(rows[60].argmax()), Sampling(repeat_penalty=1.5)
+    samplers += [
+        _sampler("greedy", 60, [LogitBias({best: -100.0}, NUM_VOCAB)]),
+        _sampler("defaults", 61, [EarlyEndBan(largest(rows[61], 2).tolist(), 5)]),
+        _sampler("greedy", 62, [RepeatPenalty(penalties, rows[62].argsort()[-3:].tolist())]),
+        Sampler(Sampling(seed=63, top_k=0), 0, [], WORKSPACE),
+        Sampler(Sampling(seed=64, top_k=1500), 0, [], WORKSPACE),
+        _sampler("defaults", 65),
+    ]
+    rows[5, 7], rows[65, 3] = np.nan, np.inf
+    raw = rows.copy()
+    drawn = draw_rows(samplers, rows, WORKSPACE)
+    np.testing.assert_array_equal(rows, raw)
+    alone = {at for at, token in enumerate(drawn) if token is None}
+    assert alone == {5, 60, 62, 63, 64, 65}
+    for at in set(range(66)) - alone:
+        assert drawn[at] == samplers[at].draw(rows[at].copy()), f"row {at}"
 
 
 def test_samplers_of_every_kind_draw_together():

@@ -112,6 +112,13 @@ class CellMap:
 
     def append(self, seq: int, count: int) -> None:
         """Put `count` more tokens of the sequence into the lowest free cells. Raises PoolFullError."""
+        if count == 1 and not self.has_hole and self._first_free < len(self._num_owners):
+            first = self._first_free  # a token of a decode row, without arrays
+            self._cells[seq].append(first)
+            self._num_owners[first] = 1
+            self._first_free = first + 1
+            self.num_used += 1
+            return
         self._cells[seq].frombytes(self._take(count, 1).tobytes())
 
     def fork(self, src: int, dst: int, length: int) -> None:

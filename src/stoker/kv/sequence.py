@@ -235,7 +235,7 @@ class Sequence:
     @property
     def awaits_image(self) -> bool:
         """Whether its next token is an image's whose embeddings are not there yet."""
-        return any(span.start <= self.num_computed for span in self.unencoded_images)
+        return bool(self.images) and any(span.start <= self.num_computed for span in self.unencoded_images)
 
     @property
     def num_generated(self) -> int:

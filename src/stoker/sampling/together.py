@@ -1,4 +1,4 @@
-"""Draws the next tokens of a whole step from the best logits of each row (SPEC B6).
+"""Draws the next tokens of a whole step, from its rows or from the best logits of each (SPEC B6, D1).
 
 What is drawn is what `Sampler.draw` draws from the whole rows: the same candidates go through the same native
 chains, and the same sums decide. Only the work around them is done for all rows at once.
@@ -12,12 +12,52 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-from stoker.backends.protocol.backend import Candidates
+from stoker.backends.protocol.backend import Candidates, Rows
 from stoker.errors import StokerError
 from stoker.sampling.sampler import PlainDraw, Sampler, pick_rows, weights
-from stoker.sampling.truncation import Workspace, by_id, by_logit, in_order
+from stoker.sampling.truncation import Workspace, by_id, by_logit, in_order, largest
 
 _FEW = 8  # tokens that are looked for one by one sooner than all at once
+_MOST = 256  # candidates up to which rows are drawn from together
+
+
+def draw_rows(
+    samplers: Sequence[Sampler], rows: Rows, workspace: Workspace
+) -> list[int | StokerError | None]:
+    """The next token of each, from raw logits, which stay as they are; `Sampler.accept` moves on.
+
+    Args:
+        samplers: of the rows.
+        rows: float32 (num_rows, n_vocab).
+        workspace: of their model.
+
+    Returns:
+        What `Sampler.draw` draws; None: it has to draw from the row itself.
+    """
+    drawn: list[int | StokerError | None] = [None] * len(samplers)
+    bests = rows.argmax(axis=1).tolist()  # a NaN is the largest of all
+    left: list[int] = []
+    for at, (sampler, best) in enumerate(zip(samplers, bests, strict=True)):
+        num_needed = sampler.num_needed
+        if num_needed is None or num_needed > _MOST or not math.isfinite(rows[at, best]):
+            continue
+        if not sampler.is_greedy:
+            left.append(at)
+        elif best not in (sampler.lowered or ()):
+            drawn[at] = best
+    if left:
+        few = [samplers[at] for at in left]
+        for at, token in zip(left, _drawn_from(few, _best_of(rows, left, few), workspace), strict=True):
+            drawn[at] = token
+    return drawn
+
+
+def _best_of(rows: Rows, places: Sequence[int], samplers: Sequence[Sampler]) -> Candidates:
+    """As many of the largest logits of the rows at those places as any of their samplers needs."""
+    most = max(sampler.num_needed or 0 for sampler in samplers)
+    ids = [largest(rows[at], most) for at in places]
+    logits = [rows[at][own] for at, own in zip(places, ids, strict=True)]
+    return Candidates(np.array(ids, np.int32), np.array(logits))
 
 
 def draw_together(

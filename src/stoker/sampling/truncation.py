@@ -32,7 +32,7 @@ _ARRAY = np.dtype(
 # Further below the best logit than this, a float32 probability turns into 0 and typical_p's entropy into NaN.
 _TYPICAL_DEPTH = 70.0
 _NO_TOKEN = 2**31 - 1
-_MAX_BLOCK = 256  # values of which `largest` takes the peak to find its bound
+_MAX_BLOCK = 64  # values of which `largest` takes the peak to find its bound
 _LOW = np.int64(2**32 - 1)  # the lower half of a key
 
 _NO_KEY = np.int64(_NO_TOKEN << 32 | int(np.float32(-np.inf).view(np.uint32)))  # of no candidate: see `by_id`
@@ -130,12 +130,15 @@ def largest(values: npt.NDArray[Any], count: int) -> npt.NDArray[np.intp]:
 
 
 def _lower_bound(values: npt.NDArray[Any], count: int) -> Any:
-    """A value that `count` of `values` reach, and few more: that so many blocks of them reach."""
+    """A value that `count` of `values` reach, and few more: that so many blocks of them reach.
+
+    A block's values are far apart, so that peaks of neighbours are taken at once.
+    """
     width = min(len(values) // count, _MAX_BLOCK)
     if width < 1:
         return -np.inf
     num_blocks = len(values) // width
-    peaks = np.maximum.reduce(values[: num_blocks * width].reshape(num_blocks, width), axis=1)
+    peaks = np.maximum.reduce(values[: num_blocks * width].reshape(width, num_blocks), axis=0)
     cut = num_blocks - count
     peaks.partition(cut)
     return peaks[cut]

@@ -75,8 +75,11 @@ class Scheduler:
     @property
     def has_work(self) -> bool:
         """Whether a turn would do something; sequences that wait for the disk hold the first places."""
+        for sequence in self.slots.running:
+            if not sequence.awaits_image:
+                return True
         allowed = (sequence for sequence in self.queue if not self.throttle.holds(sequence))
-        return any(not sequence.awaits_image for sequence in self.slots.running) or any(
+        return any(
             not (sequence.is_held or self.allocator.prefix_source.is_fetching(sequence))
             for sequence in islice(allowed, self.limits.num_slots)
         )

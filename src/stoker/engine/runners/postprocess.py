@@ -18,10 +18,10 @@ from stoker.ipc.request import FinishReason
 from stoker.ipc.usage import TokenLogprob
 from stoker.kv.sequence import SequenceState
 from stoker.sampling.logprobs import token_logprob
-from stoker.sampling.together import draw_together
+from stoker.sampling.together import draw_rows, draw_together
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable
 
     from stoker.backends.protocol.backend import Backend, InFlight, Rows
     from stoker.engine.jobs.job import Job
@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from stoker.engine.threads.timer import StepTimer
     from stoker.ipc.events import Delta
     from stoker.kv.sequence import Sequence
+    from stoker.sampling.generation import Generation
     from stoker.scheduler.plan import Planned, StepPlan
     from stoker.scheduler.scheduler import Scheduler
 
@@ -71,9 +72,11 @@ class Postprocess:
 
     def draw(self, plan: StepPlan, in_flight: InFlight) -> None:
         """Take what the step computed to the requests it was computed for."""
-        candidates = in_flight.candidates()
+        candidates, rows = in_flight.candidates(), in_flight.rows()
         drawn = self._draw_together(plan, candidates) if len(candidates) else {}
-        found = _shared_out(plan, in_flight.rows(), candidates, drawn)
+        if len(rows):
+            drawn |= self._draw_rows(plan, rows)
+        found = _shared_out(plan, rows, candidates, drawn)
         if any(part.sequence.is_to_embed for part in plan.parts):
             # They come last: their last state may take a step, and the rows end there.
             found.sort(key=lambda each: each[0].sequence.is_to_embed)
@@ -89,29 +92,46 @@ class Postprocess:
 
     def _draw_together(self, plan: StepPlan, candidates: Candidates) -> dict[int, int | StokerError]:
         """The next token of each sequence that has the candidates for one, or what is wrong with them."""
-        seqs, rows, generations, row = [], [], [], 0
+        seqs, places, generations = self._to_draw(plan, takes_candidates=True)
+        if not seqs:
+            return {}
+        own = candidates if len(places) == len(candidates) else candidates[np.array(places)]
+        tokens = draw_together([each.sampler for each in generations], own, generations[0].workspace)
+        return _taken(seqs, generations, tokens)
+
+    def _draw_rows(self, plan: StepPlan, rows: Rows) -> dict[int, int | StokerError]:
+        """The same of sequences that have whole rows and need no more than the best of one."""
+        seqs, places, generations = self._to_draw(plan, takes_candidates=False)
+        if not seqs:
+            return {}
+        own = rows if len(places) == len(rows) else rows[np.array(places)]
+        tokens = draw_rows([each.sampler for each in generations], own, generations[0].workspace)
+        return _taken(seqs, generations, tokens)
+
+    def _to_draw(
+        self, plan: StepPlan, *, takes_candidates: bool
+    ) -> tuple[list[int], list[int], list[Generation]]:
+        """Who is drawn for together, from which row of those with or without candidates, and by what."""
+        seqs, places, generations, row = [], [], [], 0
         for part in plan.parts:
-            if not part.item.takes_candidates:
+            item, sequence = part.item, part.sequence
+            if item.takes_candidates is not takes_candidates:
                 continue
-            sequence, job = part.sequence, self._jobs.get(part.sequence.key.request_id)
+            job = self._jobs.get(sequence.key.request_id)
             if (
-                part.item.num_logits == 1
+                item.num_logits == 1
                 and job is not None
                 and sequence.is_running
                 and job.request.max_tokens
+                and not sequence.wants_prompt_logits
             ):
-                seqs.append(part.item.seq)
-                rows.append(row)
-                generations.append(job.choices[sequence.key.index].generation)
-            row += part.item.num_logits
-        if not seqs:
-            return {}
-        own = candidates if len(rows) == row else candidates[np.array(rows)]
-        tokens = draw_together([each.sampler for each in generations], own, generations[0].workspace)
-        for generation, token in zip(generations, tokens, strict=True):
-            if not isinstance(token, StokerError):
-                generation.take(token)
-        return dict(zip(seqs, tokens, strict=True))
+                generation = job.choices[sequence.key.index].generation
+                if takes_candidates or generation.num_needed is not None:
+                    seqs.append(item.seq)
+                    places.append(row)
+                    generations.append(generation)
+            row += item.num_logits
+        return seqs, places, generations
 
     def _digest(self, job: Job, part: Planned, own: _Own) -> None:
         """What one sequence's rows, or the token drawn from them, mean for its request."""
@@ -237,6 +257,20 @@ class Postprocess:
             self._jobs.events.append(job.echo())
 
 
+def _taken(
+    seqs: list[int], generations: list[Generation], tokens: Iterable[int | StokerError | None]
+) -> dict[int, int | StokerError]:
+    """What was drawn, by sequence; the generations take it."""
+    drawn: dict[int, int | StokerError] = {}
+    for seq, generation, token in zip(seqs, generations, tokens, strict=True):
+        if token is None:
+            continue
+        if not isinstance(token, StokerError):
+            generation.take(token)
+        drawn[seq] = token
+    return drawn
+
+
 def _shared_out(
     plan: StepPlan, rows: Rows, candidates: Candidates, drawn: dict[int, int | StokerError]
 ) -> list[tuple[Planned, _Own]]:
@@ -248,7 +282,10 @@ def _shared_out(
         count = item.num_logits
         if item.seq in drawn:
             found.append((part, drawn[item.seq]))
-            candidate += count
+            if item.takes_candidates:
+                candidate += count
+            else:
+                row += count
         elif item.takes_candidates:
             found.append((part, candidates[candidate : candidate + count]))
             candidate += count

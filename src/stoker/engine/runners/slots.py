@@ -110,7 +110,9 @@ class SlotRunner:
     @property
     def has_work(self) -> bool:
         """Whether a turn would do something."""
-        if self._steps.is_in_flight or any(queue.has_work for queue in self.queues):
+        if self._steps.is_in_flight or self.scheduler.has_work:
+            return True
+        if self._choices is not None and self._choices.queue.has_work:
             return True
         return self._image_encoder is not None and self._image_encoder.has_work
 

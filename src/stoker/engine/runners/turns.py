@@ -122,7 +122,10 @@ class Runners:
     @property
     def has_work(self) -> bool:
         """Whether any model has something to compute."""
-        return any(runner.has_work for runner in self._models.values())
+        for runner in self._models.values():  # noqa: SIM110 - asked twice a turn, without a generator each time
+            if runner.has_work:
+                return True
+        return False
 
     @property
     def has_unstored(self) -> bool:
