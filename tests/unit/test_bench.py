@@ -26,6 +26,7 @@ from bench.errors import BenchError
 from bench.idle import idle_cpu_percent, tree_cpu_s
 from bench.install_peer import build_environment, build_percent
 from bench.machine import describe_machine
+from bench.memory import LIMIT_MIB, held_after_work, memory_figures, tree_pss_mib
 from bench.peers import LlamaServer, ServerProcess, Shape, StokerServer
 from bench.prompts import random_prompt
 from bench.results import Comparison, Figure, Report, Series
@@ -335,6 +336,45 @@ def test_idle_cpu_counts_the_whole_process_tree() -> None:
     assert tree_cpu_s(cast("psutil.Process", tree)) == pytest.approx(7.75)
 
 
+SHARING = """
+import mmap, os
+shared = mmap.mmap(-1, 2**26)
+shared.write(bytes(range(256)) * 2**18)
+if os.fork() == 0:
+    sum(shared[::4096])
+os.close(1)
+input()
+"""
+
+
+async def test_memory_is_that_of_the_whole_process_tree_after_each_piece_of_work() -> None:
+    """S6: a page that a server and its engine share counts once: the tree is less than its resident sizes."""
+    command = [sys.executable, "-c", SHARING]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as parent:  # noqa: ASYNC220
+        assert parent.stdout is not None
+        await asyncio.to_thread(parent.stdout.read)  # until both are there, and have touched what they share
+        async with serving(StandIn()) as url:
+            held = await held_after_work(Target("x", Client(url)), parent.pid, seed=1)
+        child = psutil.Process(parent.pid).children()[0]
+        assert 64 < tree_pss_mib(psutil.Process(parent.pid)) < 128
+        assert child.memory_info().rss > 64 * 2**20
+        assert held.keys() == {"single", "fanout"}
+        assert 64 < held["fanout"] < 128
+        child.kill()
+        parent.kill()
+
+
+def test_memory_is_judged_by_what_one_server_holds_beyond_the_other() -> None:
+    """S6: each server's own, and the difference, which has the bar."""
+    held = {"stoker": {"single": 650.0, "fanout": 700.0}, "peer": {"single": 530.0, "fanout": 600.0}}
+    figures = {figure.key: figure for figure in memory_figures(held)}
+    assert figures["memory_single_stoker"].value == 650
+    assert figures["memory_single_more"].value == 120
+    assert figures["memory_fanout_more"].limit == LIMIT_MIB
+    assert not figures["memory_single_more"].is_good
+    assert figures["memory_fanout_more"].is_good
+
+
 async def test_a_process_that_does_nothing_idles_at_zero() -> None:
     """S6: no cost of measuring is charged to the server."""
     command = [sys.executable, "-c", "input()"]
@@ -419,7 +459,7 @@ def test_the_plan_follows_the_options() -> None:
     """I1: everything by default, else what was named; a seed a repetition."""
     everything = plan_of(parse_arguments([]))
     assert [w.name for w in everything.workloads] == list(WORKLOADS)
-    assert everything.figures == {"overhead", "masks", "eta", "batch", "idle"}
+    assert everything.figures == {"overhead", "masks", "eta", "batch", "idle", "memory"}
     some = plan_of(parse_arguments(["--only", "idle", "--only", "prefill", "--seed", "9", "--repeat", "3"]))
     assert [w.name for w in some.workloads] == ["prefill"]
     assert some.figures == frozenset({"idle"})
