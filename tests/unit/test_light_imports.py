@@ -18,6 +18,13 @@ import stoker.engine.loop, stoker.backends.llama.backend
 """
 WORKER = "import stoker.client.worker.jobs"
 COMMAND = "import stoker.cli.main"
+WITHOUT_A_BUS = """
+import asyncio, os, pathlib
+from stoker.power import sleep
+sleep.BUS_SOCKET = pathlib.Path("/dev/null/none")
+os.environ.pop(sleep.BUS_VARIABLE, None)
+asyncio.run(sleep.SleepWatch(None).run())
+"""
 SERVER = "import stoker.cli.main, stoker.cli.serve_screen, stoker.server.service"
 FRONT = {"fastapi", "starlette", "uvicorn", "httpx", "pydantic", "pydantic_settings", "typer", "rich"}
 SETTINGS = {"pydantic", "pydantic_settings", "typer"}
@@ -46,9 +53,18 @@ def loaded_by(program: str) -> set[str]:
             "import stoker.runtime, stoker.server.serve",
             {"fastapi", "uvicorn", "httpx", "jsonschema", "numpy"} | RARE,
         ),
+        (WITHOUT_A_BUS, {"dbus_fast"}),
         (SERVER, {"httpx", "jsonschema", "numpy"} | RARE),
     ],
-    ids=["engine", "worker", "library", "command", "server until models load", "server"],
+    ids=[
+        "engine",
+        "worker",
+        "library",
+        "command",
+        "server until models load",
+        "machine without a bus",
+        "server",
+    ],
 )
 def test_a_process_imports_nothing_that_it_does_not_need(program: str, needs_not: set[str]) -> None:
     """L10: settings, HTTP, images and templates are the client's; the library loads what is used of it."""

@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 from contextlib import aclosing
+from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 from stoker.errors import MachineSetupError, StokerError
@@ -18,6 +20,9 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 WHY = "save the state of running requests"
+BUS_SOCKET = Path("/run/dbus/system_bus_socket")
+BUS_VARIABLE = "DBUS_SYSTEM_BUS_ADDRESS"
+"""Where the system's bus is, unless this variable says otherwise (D-Bus specification)."""
 
 
 class Sleeper(Protocol):
@@ -56,8 +61,11 @@ class SleepWatch:
 
     async def run(self) -> None:
         """Follow the machine's sleep until cancelled; returns where the system does not report it."""
+        if self._bus_address is None and not _has_bus():
+            log.debug("the machine's sleep is not followed: there is no bus")
+            return
         try:
-            from stoker.power.logind import Logind  # noqa: PLC0415 - Linux only
+            from stoker.power.logind import Logind  # noqa: PLC0415 - Linux only, where there is a bus
         except ImportError as error:
             log.debug("the machine's sleep is not followed: %s", error)
             return
@@ -128,3 +136,8 @@ class SleepWatch:
         if self._lock is not None:
             self._lock.release()
             self._lock = None
+
+
+def _has_bus() -> bool:
+    """Whether the system has a bus; what talks to one takes megabytes, and containers seldom have any."""
+    return BUS_VARIABLE in os.environ or BUS_SOCKET.exists()
