@@ -121,13 +121,17 @@ class Comparison:
 
 @dataclass(frozen=True, slots=True)
 class Figure:
-    """A number that is no ratio, with the most it may be (None: shown only)."""
+    """A number that is no ratio, with the most it may be (None: shown only).
+
+    `is_disturbed`: another process took a core while it was measured.
+    """
 
     key: str
     title: str
     unit: str
     value: float
     limit: float | None = None
+    is_disturbed: bool = False
 
     @property
     def is_good(self) -> bool | None:
@@ -182,6 +186,7 @@ class Report:
                     "value": figure.value,
                     "limit": figure.limit,
                     "good": figure.is_good,
+                    "disturbed": figure.is_disturbed,
                 }
                 for figure in self.figures
             ],

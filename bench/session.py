@@ -11,7 +11,7 @@ import subprocess
 import sys
 import tempfile
 from contextlib import AsyncExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -21,7 +21,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from bench.bare_load import measure_bare_load
 from bench.client import Client
 from bench.commits import BASE, NEW
-from bench.company import describe_load
+from bench.company import cores_of_others, cpu_use, describe_load, is_disturbed
 from bench.contest import alternate
 from bench.errors import BenchError
 from bench.idle import IDLE_S, idle_cpu_percent
@@ -34,7 +34,7 @@ from bench.target import Target
 from bench.workloads.swap import Swap
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from rich.console import Console
     from rich.progress import TaskID
@@ -43,7 +43,13 @@ if TYPE_CHECKING:
     from bench.peers import Server
     from bench.workloads import Workload
 
-OWN_TIME_LIMIT_MS = 0.5
+OWN_TIME_LIMITS_MS = {
+    (1, "greedy"): 0.25,
+    (1, "default samplers"): 0.25,
+    (8, "greedy"): 0.4,
+    (8, "default samplers"): 0.8,
+}
+"""By rows and way of drawing: what a step may cost beside the native calls in it."""
 IDLE_LIMIT_PERCENT = 0.5
 WRONG_ESTIMATES_PERCENT = 10.0
 WORSE_BY_NOISE = 1.25
@@ -81,19 +87,7 @@ class Contestants:
 async def compare_started(plan: Plan, contestants: Contestants, console: Console) -> Report:
     """Start both servers, run the plan, stop them."""
     machine = describe_machine() | {"load before": await describe_load()}
-    figures: list[Figure] = []
-    if "overhead" in plan.figures:
-        console.print("Python's own time per step ...")
-        figures += await asyncio.to_thread(measure_overhead, contestants)
-    if "masks" in plan.figures:
-        console.print("Masks of constraints ...")
-        figures += await asyncio.to_thread(measure_masks, contestants.model)
-    if "eta" in plan.figures:
-        console.print("Estimates of waiting ...")
-        figures += await asyncio.to_thread(measure_estimates, contestants.model, plan.seeds)
-    if "batch" in plan.figures:
-        console.print("A person beside a batch ...")
-        figures += await asyncio.to_thread(measure_batch, contestants.model, plan.seeds)
+    figures = await _measure_figures(plan, contestants, console)
     with tempfile.TemporaryDirectory(prefix="bench-") as logs:
         comparisons = await _run_plan(plan, contestants, Path(logs), console)
         if plan.has_swap:
@@ -146,13 +140,34 @@ async def compare_running(plan: Plan, urls: Sequence[str], labels: Sequence[str]
     return Report((first.label, second.label), machine, _plan_settings(plan), tuple(comparisons), ())
 
 
+async def _measure_figures(plan: Plan, contestants: Contestants, console: Console) -> list[Figure]:
+    """Those that take no server, one kind after the other; marked where others had the cores meanwhile."""
+    model, seeds = contestants.model, plan.seeds
+    kinds: dict[str, tuple[str, Callable[[], list[Figure]]]] = {
+        "overhead": ("Python's own time per step", lambda: measure_overhead(contestants)),
+        "masks": ("Masks of constraints", lambda: measure_masks(model)),
+        "eta": ("Estimates of waiting", lambda: measure_estimates(model, seeds)),
+        "batch": ("A person beside a batch", lambda: measure_batch(model, seeds)),
+    }
+    figures: list[Figure] = []
+    for name, (title, measure) in kinds.items():
+        if name in plan.figures:
+            console.print(f"{title} ...")
+            before = cpu_use()
+            found = await asyncio.to_thread(measure)
+            disturbed = is_disturbed([cores_of_others(before, cpu_use())])
+            figures += [replace(figure, is_disturbed=disturbed) for figure in found]
+    return figures
+
+
 def measure_overhead(contestants: Contestants) -> list[Figure]:
     """Python's own time per step, measured in a process of its own.
 
     Raises:
         BenchError: that process failed; the message carries the end of what it said.
     """
-    arguments = ["--model", str(contestants.model)]
+    rows = sorted({num_rows for num_rows, _ in OWN_TIME_LIMITS_MS})
+    arguments = ["--model", str(contestants.model), "--rows", *map(str, rows)]
     if contestants.shape.num_threads is not None:
         arguments += ["--threads", str(contestants.shape.num_threads)]
     ways = _measured("step_overhead", arguments)
@@ -230,19 +245,16 @@ def _mask_figures(cost: dict[str, float | str]) -> list[Figure]:
 
 
 def _overhead_figures(way: dict[str, float | str]) -> list[Figure]:
-    name = str(way["way"])
-    key = f"own_time_{name.replace(' ', '_')}"
-    title = f"Python's own time per step, 8 rows, {name}"
-    # drawing from a row is work the caller asked for, by the samplers asked for: the bar is for what is left
-    limit = OWN_TIME_LIMIT_MS if name == "greedy" else None
+    name, num_rows = str(way["way"]), int(way["num_rows"])
+    key = f"own_time_{num_rows}_{name.replace(' ', '_')}"
+    case = f"{num_rows} row{'s' * (num_rows > 1)}, {name}"
+    title, limit = f"Python's own time per step, {case}", OWN_TIME_LIMITS_MS[num_rows, name]
     return [
         Figure(f"{key}_median", f"{title}, median", "ms", float(way["own_median_ms"]), limit),
         Figure(f"{key}_p95", f"{title}, p95", "ms", float(way["own_p95_ms"])),
         Figure(f"{key}_cpu", f"{title}, CPU median", "ms", float(way["own_cpu_median_ms"])),
         Figure(f"{key}_drawing", f"{title}, of it drawing", "ms", float(way["drawing_median_ms"])),
-        Figure(
-            f"native_{key}", f"native decode, 8 rows, {name}, median", "ms", float(way["native_median_ms"])
-        ),
+        Figure(f"native_{key}", f"native decode, {case}, median", "ms", float(way["native_median_ms"])),
     ]
 
 
@@ -355,7 +367,7 @@ def _settings(plan: Plan, contestants: Contestants | Commits) -> dict[str, str]:
         **_plan_settings(plan),
         "model": contestants.model.name,
         "slots": f"{shape.num_slots}",
-        "context": f"{shape.ctx_size} tokens, shared by all slots (llama-server: --kv-unified)",
+        "context": f"{shape.ctx_size} tokens, shared by all slots",
         "threads": f"{shape.num_threads}",
         **{w.name: f"{w.shape(shape)}" for w in plan.workloads if w.shape(shape) != shape},
     }

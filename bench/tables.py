@@ -15,9 +15,10 @@ from bench.workloads.workload import Better, Judged
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from bench.results import Comparison, Report, Series
+    from bench.results import Comparison, Figure, Report, Series
     from bench.workloads.workload import Metric
 
+FIGURE_HEADS = ["figure", "value", "limit", ""]
 VERDICTS = {None: "", True: "good", False: "MISSED"}
 STYLES = {None: "", True: "green", False: "bold red"}
 LARGE = 100
@@ -116,14 +117,21 @@ def _facts(report: Report) -> dict[str, str]:
 
 def figure_table(report: Report) -> Table:
     """The figures that are no ratios, for the terminal."""
-    table = Table(title="figures")
-    for head in ("figure", "value", "limit", ""):
-        table.add_column(head, justify="left" if head == "figure" else "right")
+    table = Table(title="figures", title_justify="left", title_style="bold", box=None, pad_edge=False)
+    for head in FIGURE_HEADS:
+        table.add_column(head, justify="left" if head == FIGURE_HEADS[0] else "right")
     for figure in report.figures:
-        limit = "" if figure.limit is None else f"≤ {figure.limit:g} {figure.unit}"
-        value = f"{number(figure.value)} {figure.unit}"
-        table.add_row(figure.title, value, limit, VERDICTS[figure.is_good], style=STYLES[figure.is_good])
+        table.add_row(*_figure_cells(figure), style=STYLES[figure.is_good])
     return table
+
+
+def _figure_cells(figure: Figure) -> list[str]:
+    return [
+        f"{figure.title} (DISTURBED)" if figure.is_disturbed else figure.title,
+        f"{number(figure.value)} {figure.unit}",
+        "" if figure.limit is None else f"≤ {figure.limit:g}",
+        VERDICTS[figure.is_good],
+    ]
 
 
 def _markdown_table(heads: list[str], rows: list[list[str]]) -> list[str]:
@@ -161,16 +169,7 @@ def markdown(report: Report) -> str:
             title = f"who ran when: {comparison.title}"
             lines += [f"![{title}]({timeline_name(comparison.workload)})", ""]
     if report.figures:
-        rows = [
-            [
-                figure.title,
-                f"{number(figure.value)} {figure.unit}",
-                "" if figure.limit is None else f"≤ {figure.limit:g}",
-                VERDICTS[figure.is_good],
-            ]
-            for figure in report.figures
-        ]
-        lines += _markdown_table(["figure", "value", "limit", ""], rows)
+        lines += _markdown_table(FIGURE_HEADS, [_figure_cells(figure) for figure in report.figures])
     lines += _markdown_table(["run", ""], [[name, value] for name, value in _facts(report).items()])
     return "\n".join(lines)
 

@@ -10,14 +10,14 @@ from bench.workloads.quote import Quote
 from bench.workloads.restart import Restart
 from bench.workloads.shared import Shared, TakeOver
 from bench.workloads.single import Single
-from bench.workloads.turns import TightTurns, Turns
+from bench.workloads.turns import TightTurns, Turns, TurnsAlone
 from bench.workloads.workload import Better, Judged, Metric, Outcome, Workload
 
 WORKLOADS: dict[str, type[Workload]] = {
     kind.name: kind
     for kind in (
         *(Single, Prefill, Fanout, Beside, Exhaustion, Noisy),
-        *(Shared, TakeOver, Turns, TightTurns, Restart, Agents),
+        *(Shared, TakeOver, Turns, TurnsAlone, TightTurns, Restart, Agents),
         Quote,
     )
 }

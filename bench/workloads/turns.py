@@ -95,6 +95,14 @@ class Turns(Workload):
         return Outcome(values, stages=tuple(stages))
 
 
+class TurnsAlone(Turns):
+    """The same, one turn at a time: nobody else is read or written for meanwhile."""
+
+    name = "turns_alone"
+    title = f"{NUM_CONVERSATIONS} conversations, one at a time"
+    num_at_once = 1
+
+
 class TightTurns(Turns):
     """The same with cells for two conversations, and two at a time: llama-server ends all that do not fit.
 

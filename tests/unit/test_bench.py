@@ -19,7 +19,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[2]))  # bench lies beside src and is not installed
 
-from bench import contest, publication, step_overhead
+from bench import contest, publication, session, step_overhead
 from bench.__main__ import main, parse_arguments, plan_of
 from bench.client import Client, Completion
 from bench.errors import BenchError
@@ -136,7 +136,7 @@ async def test_a_workload_yields_every_metric_it_names(kind: type[Workload]) -> 
     assert {key for key, value in outcome.values.items() if value <= 0} <= early
 
 
-COUNTING = {"exhaustion", "turns", "turns_tight"}
+COUNTING = {"exhaustion", "turns", "turns_alone", "turns_tight"}
 
 
 @pytest.mark.parametrize("name", sorted(set(WORKLOADS) - COUNTING))
@@ -317,7 +317,7 @@ class Process:
     """Stands for psutil's: some CPU time and some children."""
 
     def __init__(self, user_s: float, *children: Process) -> None:
-        self._times = SimpleNamespace(user=user_s, system=0.25, children_user=0.0, children_system=0.0)
+        self._times = SimpleNamespace(user=user_s, system=0.25, children_user=0.125, children_system=0.0625)
         self._children = children
 
     def cpu_times(self) -> SimpleNamespace:
@@ -331,9 +331,9 @@ class Process:
 
 
 def test_idle_cpu_counts_the_whole_process_tree() -> None:
-    """S6: an engine in a child process is part of what idling costs."""
+    """S6: an engine in a child process is part of what idling costs, one that ended too."""
     tree = Process(1.0, Process(2.0, Process(4.0)))
-    assert tree_cpu_s(cast("psutil.Process", tree)) == pytest.approx(7.75)
+    assert tree_cpu_s(cast("psutil.Process", tree)) == pytest.approx(8.3125)
 
 
 SHARING = """
@@ -407,6 +407,31 @@ def test_own_time_is_the_turn_without_the_native_call() -> None:
     assert [overhead.own_cpu_median_ms, overhead.drawing_median_ms] == pytest.approx([1.0, 0.5])
     with pytest.raises(BenchError, match="9 steps"):
         summarise("greedy", 8, steps[:10])
+
+
+def test_own_time_is_judged_by_rows_and_way_of_drawing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """O4: one row and eight, each way with a limit of its own."""
+    names = ("own_median_ms", "own_p95_ms", "own_cpu_median_ms", "drawing_median_ms", "native_median_ms")
+    asked: list[str] = []
+
+    def measured(module: str, arguments: list[str]) -> list[dict[str, float | str]]:
+        asked.extend([module, *arguments])
+        ways = [(rows, way) for rows in (1, 8) for way in step_overhead.WAYS]
+        return [dict.fromkeys(names, 0.5) | {"num_rows": rows, "way": way} for rows, way in ways]
+
+    monkeypatch.setattr(session, "_measured", measured)
+    contestants = session.Contestants(Path("m.gguf"), Path("server"), SHAPE)
+    figures = {figure.key: figure for figure in session.measure_overhead(contestants)}
+    assert " ".join(asked) == "step_overhead --model m.gguf --rows 1 8 --threads 2"
+    assert len(figures) == 20
+    judged = {key: figure.is_good for key, figure in figures.items() if figure.limit is not None}
+    assert judged == {
+        "own_time_1_greedy_median": False,
+        "own_time_1_default_samplers_median": False,
+        "own_time_8_greedy_median": False,
+        "own_time_8_default_samplers_median": True,
+    }
+    assert figures["own_time_1_greedy_median"].title == "Python's own time per step, 1 row, greedy, median"
 
 
 def test_the_time_before_a_launch_and_the_time_behind_it_are_apart() -> None:

@@ -134,7 +134,7 @@ class Counting(Remembering):
         self.num_open -= 1
 
 
-@pytest.mark.parametrize(("name", "num_at_once"), [("turns", 4), ("turns_tight", 2)])
+@pytest.mark.parametrize(("name", "num_at_once"), [("turns", 4), ("turns_alone", 1), ("turns_tight", 2)])
 async def test_a_conversation_goes_on_from_what_was_said_when_all_others_had_a_turn(
     name: str, num_at_once: int
 ) -> None:
@@ -150,7 +150,7 @@ async def test_a_conversation_goes_on_from_what_was_said_when_all_others_had_a_t
         assert sorted(begun) == sorted(
             prompt for prompt in begun if any(g.startswith(f"{prompt}{answer}\n") for g in grown)
         )
-    assert 1 < stand_in.most_open <= num_at_once
+    assert min(num_at_once, 2) <= stand_in.most_open <= num_at_once
     assert outcome.values["complete"] == 36
     assert outcome.values["hit_rate"] > 0.8
     assert [stage.name for stage in outcome.stages] == ["turn 1", "turn 2", "turn 3"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import io
 import json
 import subprocess
@@ -16,11 +17,12 @@ from rich.console import Console
 
 sys.path.insert(0, str(Path(__file__).parents[2]))  # bench lies beside src and is not installed
 
-from bench import company, contest, publication
+from bench import company, contest, publication, session
 from bench.client import Client, Stream
 from bench.company import DISTURBED_CORES, CpuUse, cores_of_others, cpu_use, is_disturbed
 from bench.idle import tree_cpu_s
-from bench.results import Comparison, Report, Series, Turn
+from bench.peers import Shape
+from bench.results import Comparison, Figure, Report, Series, Turn
 from bench.target import Target
 from bench.workloads import WORKLOADS, Better, Metric, Outcome, Workload
 from bench.workloads.workload import PAUSES, pauses
@@ -164,6 +166,23 @@ def test_a_quiet_run_says_that_it_was_watched() -> None:
     assert "0 of 1" not in printed(blind, 100)
 
 
+@pytest.mark.parametrize("taken_s", [0.0, 5.0])
+async def test_figures_that_take_no_server_are_watched_too(
+    monkeypatch: pytest.MonkeyPatch, taken_s: float
+) -> None:
+    """O5: each kind from its beginning to its end; the mark is in the terminal and in the data."""
+    uses = iter([CpuUse(0, 0, 0), CpuUse(10, 20 + taken_s, 20)])
+    monkeypatch.setattr(session, "cpu_use", lambda: next(uses))
+    monkeypatch.setattr(session, "describe_load", lambda: asyncio.sleep(0, "0.0"))
+    monkeypatch.setattr(session, "measure_masks", lambda _model: [Figure("k", "masks", "us", 1.0)])
+    monkeypatch.setattr(session, "binary_version", str)
+    contestants = session.Contestants(Path("m.gguf"), Path("server"), Shape(8, 4096, 2))
+    plan = session.Plan((), frozenset({"masks"}), range(1, 2))
+    report = await session.compare_started(plan, contestants, Console(quiet=True))
+    assert report.document()["figures"][0]["disturbed"] is (taken_s > 0)
+    assert ("masks (DISTURBED)" in printed(report, 80)) is (taken_s > 0)
+
+
 # ---------------------------------------------------------------- the table
 
 
@@ -178,7 +197,8 @@ def test_the_table_of_ratios_fits_80_columns_with_every_number_whole() -> None:
         )
         for name, kind in WORKLOADS.items()
     )
-    report = Report(("stoker", "llama-server"), {"cpu": "C" * 90}, {}, comparisons, ())
+    figures = (Figure("k", "a figure of many words " * 5, "ms", 0.123, limit=0.1, is_disturbed=True),)
+    report = Report(("stoker", "llama-server"), {"cpu": "C" * 90}, {}, comparisons, figures)
     lines = printed(report, 80).splitlines()
     assert max(map(len, lines)) <= 80
     assert "…" not in "".join(lines)
