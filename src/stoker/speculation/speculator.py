@@ -47,11 +47,14 @@ PRIOR_WEIGHT = 4.0
 UNMEASURED = 0.35
 """What a further token of a step costs, in plain steps, until such a step was measured."""
 SLOWEST = 2.0
-"""A step counts as at most so many times as long as predicted: beyond, other load disturbed it."""
-SLOWEST_BACK = 4.0
-"""The same of the plain step after one with guesses, which a device prepares anew."""
+"""A plain step counts as at most so many times as long as predicted: beyond, other load disturbed it."""
+SLOWEST_DRAFT = 4.0
+"""The same of a step with guesses, which others disturb more often as it is longer, and of the plain one
+after it, which a device prepares anew."""
 FOLLOW = 0.2
 """How quickly times on the wall, and that of a guess by a draft model, are learned anew."""
+FOLLOW_EXCESS = 0.5
+"""The same of steps with guesses that take longer than predicted: the next ones are to be shorter."""
 READ_GAP_S, READ_STEPS = 0.06, 2.0
 """While somebody reads, a step with guesses takes that long at most, or so many plain steps, if more."""
 ROOM = 0.9
@@ -182,9 +185,9 @@ class DraftLength:
         if alone_s is None:
             return
         expected_s = self._step_s(num_guesses + 1, alone_s)
-        times = min(took_s / expected_s, SLOWEST)
+        times = min(took_s / expected_s, SLOWEST_DRAFT)
         self._pay(num_tokens - times * expected_s / (self._plain_s or alone_s))
-        self._excess += FOLLOW * (times - self._excess)
+        self._excess += (FOLLOW_EXCESS if times > self._excess else FOLLOW) * (times - self._excess)
 
     def _step_s(self, num_tokens: int, alone_s: float) -> float:
         """Seconds from one step to the end of one over so many tokens, now."""
@@ -212,7 +215,7 @@ class DraftLength:
         """
         plain_s = self._plain_s or self._cost.predict(1)
         if plain_s is not None:
-            self._pay(1.0 - min(took_s / plain_s, SLOWEST_BACK))
+            self._pay(1.0 - min(took_s / plain_s, SLOWEST_DRAFT))
 
     def _pay(self, won: float) -> None:
         self.credit = min(max(self.credit + won, MIN_CREDIT), MAX_CREDIT)
