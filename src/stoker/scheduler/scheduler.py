@@ -11,7 +11,7 @@ sequence, background before interactive, is parked.
 
 from __future__ import annotations
 
-from itertools import chain, islice
+from itertools import islice
 
 from stoker.cache.prefix_cache import PrefixCache
 from stoker.ipc.request import FinishReason, Priority
@@ -87,7 +87,10 @@ class Scheduler:
     @property
     def has_people(self) -> bool:
         """Whether any interactive sequence waits or runs."""
-        return any(not sequence.is_background for sequence in chain(self.slots.running, self.queue))
+        for sequence in self.slots.running:
+            if not sequence.is_background:
+                return True
+        return any(not sequence.is_background for sequence in self.queue)
 
     def is_owed(self, now: float) -> bool:
         """Whether a background sequence has waited too long (SPEC Q7)."""

@@ -210,7 +210,8 @@ class OrderedPool(Pool):
 
     def arrange(self, plan: BatchPlan) -> Sequence[int]:
         """Close the gaps before the tokens of the plan's sequences."""
-        self.close_up([item.seq for item in plan.items])
+        if self.map.has_hole:
+            self.close_up([item.seq for item in plan.items])
         return super().arrange(plan)
 
     def prepare(self, plan: BatchPlan) -> Sequence[int]:

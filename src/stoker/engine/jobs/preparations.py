@@ -296,7 +296,7 @@ class Preparations:
             is_quick: it takes some hundredths of a second: such ones end in the order they began.
         """
         job = Preparation(owner, self._quick if is_quick else self._long, self._inbox, failed)
-        self._jobs = [other for other in self._jobs if not other.is_over]
+        self._forget_ended()
         self._jobs.append(job)
         job.submit(work)
         return job
@@ -312,6 +312,9 @@ class Preparations:
 
     def expire(self, now: float) -> None:
         """Fail those that take too long, and those that wait in a lane where every job takes too long."""
+        if not self._jobs:
+            return  # as in most turns
+        self._forget_ended()
         begun_before_s = now - self._max_s
         jammed = [lane for lane in self._lanes if lane.is_jammed(begun_before_s)]
         for job in self._open():
@@ -334,6 +337,9 @@ class Preparations:
 
     def _open(self) -> list[Preparation]:
         return [job for job in self._jobs if job.is_open and not job.is_over]
+
+    def _forget_ended(self) -> None:
+        self._jobs = [job for job in self._jobs if not job.is_over]
 
     def _too_long(self) -> PreparationTimeoutError:
         return PreparationTimeoutError(

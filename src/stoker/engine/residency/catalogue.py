@@ -104,7 +104,7 @@ class ServedModel:
     @property
     def is_in_memory(self) -> bool:
         """Whether it takes memory and can compute."""
-        return self.life in {ModelLife.READY, ModelLife.UNLOADING}
+        return self.life is ModelLife.READY or self.life is ModelLife.UNLOADING
 
     def move(self, life: ModelLife, why: str = "") -> None:
         """Go to another state.

@@ -290,7 +290,8 @@ class Residency:
             return False
         if served.life is ModelLife.READY:
             return served.is_asked
-        return served.life in {ModelLife.ABSENT, ModelLife.FAILED} and self._is_wanted(served)
+        is_out = served.life is ModelLife.ABSENT or served.life is ModelLife.FAILED
+        return is_out and self._is_wanted(served)
 
     def _urgency(self, served: ServedModel) -> tuple[bool, float]:
         """Interactive before background, then by the time of waiting."""

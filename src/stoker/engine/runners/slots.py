@@ -119,7 +119,7 @@ class SlotRunner:
     @property
     def has_people(self) -> bool:
         """Whether an interactive request waits for an answer of it."""
-        return any(queue.has_people for queue in self.queues)
+        return self.scheduler.has_people or (self._choices is not None and self._choices.queue.has_people)
 
     @property
     def has_readers(self) -> bool:

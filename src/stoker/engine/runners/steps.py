@@ -248,7 +248,8 @@ class StepRunner:
 
     def finish(self, now: float) -> None:
         """Draw from the rows of the step in flight, if there is one."""
-        self.deliver()  # of the step before it; done already, unless this one's launch failed
+        if self._overlaps:
+            self.deliver()  # of the step before it; done already, unless this one's launch failed
         self.collect()
         step, self._launched = self._launched, None
         if step is None:

@@ -70,6 +70,8 @@ class ModelTurns:
 
     def _enter(self, contenders: Sequence[Contender]) -> None:
         """What did not contend last time begins where the others are, unless it is ahead of them."""
+        if len(contenders) == len(self._contending) == 1 and contenders[0].name in self._contending:
+            return
         stayed = [contender.name for contender in contenders if contender.name in self._contending]
         least_s = min((self._served_s[name] for name in stayed), default=self._last_s)
         for contender in contenders:
