@@ -54,6 +54,8 @@ IDLE_LIMIT_PERCENT = 0.5
 WRONG_ESTIMATES_PERCENT = 10.0
 WORSE_BY_NOISE = 1.25
 """So much may two times differ that mean the same: each is of a few arrivals."""
+OF_SERVERS = frozenset({"idle", "memory"})
+"""Figures that are of a server of one model."""
 AFTER_LOAD_S = 3.0
 NUM_TAIL_CHARS = 1500
 
@@ -92,11 +94,7 @@ async def compare_started(plan: Plan, contestants: Contestants, console: Console
         comparisons = await _run_plan(plan, contestants, Path(logs), console)
         if plan.has_swap:
             comparisons.append(await _compare_swaps(contestants, plan.seeds, Path(logs), console))
-        if "idle" in plan.figures:
-            figures += await _compare_idle(contestants, Path(logs), console)
-        if "memory" in plan.figures:
-            console.print("Memory of each server alone ...")
-            figures += await _measure_memory(contestants, plan.seeds.start, Path(logs))
+        figures += await _measure_servers(plan, contestants, Path(logs), console)
     machine[LlamaServer.label] = await asyncio.to_thread(binary_version, contestants.binary)
     settings = {
         **_settings(plan, contestants),
@@ -114,15 +112,18 @@ async def compare_commits(plan: Plan, commits: Commits, console: Console) -> Rep
     """
     facts = await asyncio.to_thread(commits.describe)
     machine = describe_machine() | facts | {"load before": await describe_load()}
-    if left_out := sorted(plan.figures - {"idle"}) + [Swap.name] * plan.has_swap:
+    if left_out := sorted(plan.figures - OF_SERVERS) + [Swap.name] * plan.has_swap:
         console.print(f"{', '.join(left_out)}: left out, as they are not of a server of one model")
-    figures: list[Figure] = []
     with tempfile.TemporaryDirectory(prefix="bench-") as logs:
         comparisons = await _run_plan(plan, commits, Path(logs), console)
-        if "idle" in plan.figures:
-            figures += await _compare_idle(commits, Path(logs), console)
-    without_bars = tuple(comparison.without_bars() for comparison in comparisons)
-    return Report((NEW, BASE), machine, _settings(plan, commits), without_bars, tuple(figures))
+        figures = await _measure_servers(plan, commits, Path(logs), console)
+    return Report(
+        (NEW, BASE),
+        machine,
+        _settings(plan, commits),
+        tuple(comparison.without_bars() for comparison in comparisons),
+        tuple(replace(figure, limit=None) for figure in figures),
+    )
 
 
 async def compare_running(plan: Plan, urls: Sequence[str], labels: Sequence[str], console: Console) -> Report:
@@ -270,10 +271,19 @@ async def _run_plan(
     return comparisons
 
 
-async def _compare_idle(contestants: Contestants | Commits, logs: Path, console: Console) -> list[Figure]:
-    console.print("Idle servers ...")
-    async with AsyncExitStack() as stack:
-        return await _measure_idle(await _start_pair(contestants, contestants.shape, logs, stack))
+async def _measure_servers(
+    plan: Plan, contestants: Contestants | Commits, logs: Path, console: Console
+) -> list[Figure]:
+    """The figures of `OF_SERVERS` that the plan has."""
+    figures: list[Figure] = []
+    if "idle" in plan.figures:
+        console.print("Idle servers ...")
+        async with AsyncExitStack() as stack:
+            figures += await _measure_idle(await _start_pair(contestants, contestants.shape, logs, stack))
+    if "memory" in plan.figures:
+        console.print("Memory of each server alone ...")
+        figures += await _measure_memory(contestants, plan.seeds.start, logs)
+    return figures
 
 
 async def _start_pair(
@@ -344,7 +354,7 @@ async def _measure_idle(pair: tuple[Target, Target]) -> list[Figure]:
     return figures
 
 
-async def _measure_memory(contestants: Contestants, seed: int, logs: Path) -> list[Figure]:
+async def _measure_memory(contestants: Contestants | Commits, seed: int, logs: Path) -> list[Figure]:
     held = {}
     with tempfile.TemporaryDirectory(prefix="cache-", dir=logs) as cache_dir:
         for server in contestants.servers(Path(cache_dir)):

@@ -20,6 +20,7 @@ from bench.commits import Commits, StokerAt, checked_out
 from bench.errors import BenchError
 from bench.peers import Shape
 from bench.session import Plan
+from bench.target import Target
 from bench.workloads import WORKLOADS
 from bench_stand_in import StandIn, StandInProcess, serving
 
@@ -134,7 +135,12 @@ async def test_two_commits_take_turns_on_the_same_prompts(
     monkeypatch.setattr(session, "ServerProcess", Started)
     monkeypatch.setattr(contest, "SETTLE_S", 0)
     monkeypatch.setattr(company, "WATCHED_S", 0.01)
-    plan = Plan((WORKLOADS["single"](),), frozenset({"masks"}), range(4, 6), has_swap=True)
+
+    async def held(target: Target, _pid: int, _seed: int) -> dict[str, float]:
+        return dict.fromkeys(("single", "fanout"), 900.0 if target.label == "new" else 500.0)
+
+    monkeypatch.setattr(session, "held_after_work", held)
+    plan = Plan((WORKLOADS["single"](),), frozenset({"masks", "memory"}), range(4, 6), has_swap=True)
     console = Console(record=True, file=io.StringIO())
     async with serving(stand_ins["new"]) as one, serving(stand_ins["base"]) as two:
         urls |= {"new": one, "base": two}
@@ -149,6 +155,8 @@ async def test_two_commits_take_turns_on_the_same_prompts(
     (single,) = report.comparisons
     assert all(series.is_good is None and len(series.ratios) == 2 for series in single.series)
     assert [len(pair) for pair in single.turns] == [2, 2]
+    memory = {figure.key: (figure.value, figure.is_good) for figure in report.figures}
+    assert memory["memory_single_more"] == (400.0, None)
     assert "masks, swap: left out" in console.export_text()
 
 
