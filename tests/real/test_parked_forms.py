@@ -14,7 +14,7 @@ from stoker.engine.runners.steps import carry_out
 from stoker.engine.threads.timer import StepTimer, Stopwatch
 from stoker.ipc.commands import Submit
 from stoker.ipc.events import Delta, Finished
-from stoker.ipc.model import ModelSpec
+from stoker.ipc.model import ModelSpec, Repeatable
 from stoker.ipc.request import GenerateRequest, Sampling
 from stoker.kv.sequence import ParkForm, SequenceState
 from stoker.machine.ledger import Ledger
@@ -46,7 +46,9 @@ class Outcome:
 @pytest.fixture(scope="module")
 def runner(tmp_path_factory):
     """One model on this thread."""
-    spec = ModelSpec(id="smol", path=str(MODEL), num_slots=2, n_ctx=8192, num_threads=2)
+    spec = ModelSpec(
+        id="smol", path=str(MODEL), num_slots=2, n_ctx=8192, num_threads=2, repeatable=Repeatable.ON
+    )
     backend = load(spec, lambda _: None, tmp_path_factory.mktemp("cache"))
     cache = PrefixCache(CacheLimits(), Ledger())
     runner = SlotRunner(spec, backend, StepTimer(Stopwatch(60.0)), cache, JobTable())

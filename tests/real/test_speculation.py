@@ -15,7 +15,7 @@ from stoker.engine.threads.timer import StepTimer, Stopwatch
 from stoker.ipc.commands import Submit
 from stoker.ipc.constraint import Constraint, ConstraintKind
 from stoker.ipc.events import Delta
-from stoker.ipc.model import ModelSpec, Speculation
+from stoker.ipc.model import ModelSpec, Repeatable, Speculation
 from stoker.ipc.request import GenerateRequest, Sampling
 from stoker.kv.sequence import ParkForm
 from stoker.machine.ledger import Ledger
@@ -58,6 +58,7 @@ def runner(tmp_path_factory):
         n_ctx=2048,
         num_threads=2,
         speculation=Speculation.LOOKUP,
+        repeatable=Repeatable.ON,
     )
     backend = load(spec, lambda _: None, tmp_path_factory.mktemp("cache"))
     with pytest.MonkeyPatch.context() as patch:
