@@ -42,7 +42,7 @@ class EagerWager(DraftLength):
 
     num_asked = 0
 
-    def num_worth(self, odds, most, guess_s=0.0):
+    def num_worth(self, odds, most, guess_s=0.0, longest_s=0.0):
         """1, 5, 9 ... 25 and again."""
         self.num_asked += 1
         return max(0, min(most, 1 + 4 * (self.num_asked % 7)))
