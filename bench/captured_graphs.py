@@ -16,9 +16,10 @@ from pathlib import Path
 from random import Random
 from statistics import median
 
+import llama_cpp  # noqa: F401 - before numpy: see `stoker.engine.process.load_native`
 import numpy as np
 
-from stoker.backends.llama import binding  # before numpy
+from stoker.backends.llama import binding
 from stoker.backends.llama.context import ContextOptions, LlamaContext
 from stoker.backends.llama.model import LlamaModel, ModelOptions
 from stoker.backends.protocol.backend import BatchPlan, PlanItem

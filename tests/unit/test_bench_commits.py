@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -48,6 +49,7 @@ def repository(tmp_path: Path) -> Path:
     source = folder / "src" / "stoker" / "__init__.py"
     source.parent.mkdir(parents=True)
     git(folder, "init")
+    (folder / ".gitignore").write_text("__pycache__/\n")
     for number in ("1", "2"):
         source.write_text(f"NUMBER = {number}\n")
         git(folder, "add", ".")
@@ -98,8 +100,7 @@ def test_the_report_names_the_commits_that_python_really_takes(repository: Path)
         described = Commits(Path("m.gguf"), repository, tree, SHAPE).describe()
         new, base = (git(repository, "rev-parse", "--short", name) for name in ("HEAD", "HEAD~1"))
         assert described == {"new": f"{new} with changes: number [2]", "base": f"{base}: number [1]"}
-        (tree / "src/stoker/__init__.py").unlink()
-        (tree / "src/stoker").rmdir()
+        shutil.rmtree(tree / "src/stoker")
         with pytest.raises(BenchError, match=r"Python takes stoker from .*, not from"):
             Commits(Path("m.gguf"), repository, tree, SHAPE).describe()
 

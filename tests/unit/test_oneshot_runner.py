@@ -482,14 +482,14 @@ def test_the_loop_lets_an_encoder_generate_nothing(two_models):
     assert (refused.request_id, refused.error.code, refused.error.http_status) == ("text", "unsupported", 400)
 
 
-def test_no_call_of_several_texts_takes_longer_than_the_longest_step_now():
+@pytest.mark.parametrize(("slow_steps", "expected"), [((), 4), (((40, 0.4), (10, 0.1)), 1)])
+def test_no_call_of_several_texts_takes_longer_than_the_longest_step_now(slow_steps, expected):
     """SPEC Q23: whatever the policy, and fewer on a machine that has become slower."""
     house = House(max_step_ms=100.0)
     house.measured(0.0025)  # 40 tokens a step
+    for num_tokens, took_s in slow_steps:
+        house.runner._cost.stepped(num_tokens, took_s)
     for at in range(12):
         house.enter(f"r{at}", tuple(range(65, 75)))
     house.turn()
-    house.runner._cost.stepped(40, 0.4)
-    house.runner._cost.stepped(10, 0.1)
-    house.turn()
-    assert house.encoder.calls == [4, 1]
+    assert house.encoder.calls == [expected]

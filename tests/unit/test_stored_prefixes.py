@@ -466,8 +466,8 @@ def test_a_full_disk_tier_does_not_hold_up_the_end(tmp_path: Path, monkeypatch: 
     engine = Engine(tmp_path, cache_disk_bytes=5000)
     engine.run("one", PROMPT)
     engine.until(lambda: engine.cache.disk.used_bytes)
-    for _ in range(3):
-        engine.run("again", PROMPT)
+    for number in range(3):
+        engine.run(f"again {number}", PROMPT)
     engine.run("poor", PROMPT[::-1] * 2, priority=Priority.BACKGROUND)
     waits: list[float] = []
     take = engine.inbox.take
