@@ -74,6 +74,7 @@ def measure(path: Path, num_steps: int, *, has_marks: bool) -> str:
             num_threads=os.cpu_count() or 1,
             has_streams=True,
             draws=has_marks,
+            is_marked=has_marks,
         ),
     )
     _fill(context, random)
@@ -107,7 +108,6 @@ def main() -> None:
     parser.add_argument("--one-way", choices=["marked", "plain"], help=argparse.SUPPRESS)
     asked = parser.parse_args()
     if asked.one_way:
-        binding.settle_graphs(asked.model.name, is_marked=asked.one_way == "marked")
         print(measure(asked.model, asked.steps, has_marks=asked.one_way == "marked"))
         return
     for name, way, value in WAYS:

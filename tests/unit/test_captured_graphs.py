@@ -12,10 +12,14 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from bench import captured_graphs
 
+from stoker.backends.device import Device
+from stoker.backends.llama import context as contexts
 from stoker.backends.llama.binding import llama
+from stoker.backends.llama.context import ContextOptions, LlamaContext
 from stoker.backends.llama.graph.ggml import F32, GraphTensor, InitParams, ggml
 from stoker.backends.llama.graph.marks import NUM_MARKS, NUM_PLACES, GraphMarks
-from tiny_models import write_llama
+from stoker.backends.llama.model import LlamaModel, ModelOptions
+from tiny_models import write_llama, write_wide_llama
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -148,6 +152,24 @@ def test_what_was_captured_of_a_shape_is_found_again(context):
         for shape in ((8, 8), (8, 8), (300, 1)):
             card.compute(built(context, marks, shape, 0)[0], shape, ())
     assert card.num_captured == 2
+
+
+@pytest.mark.parametrize(("draws", "is_marked"), [(True, True), (True, False), (False, True)])
+def test_every_context_on_a_device_says_whether_its_graphs_are_marked(
+    tmp_path, monkeypatch, draws, is_marked
+):
+    """B7: whoever opens it; without draws nothing marks them."""
+    settled = []
+    monkeypatch.setattr(contexts, "settle_graphs", lambda what, *, is_marked: settled.append(is_marked))
+    model = LlamaModel(ModelOptions(path=write_wide_llama(tmp_path / "model.gguf", 600)))
+    for devices in ((), (Device("a card", "CUDA", id="CUDA0", lock="a"),)):
+        model.devices = devices
+        options = ContextOptions(
+            num_cells=256, n_batch=64, num_sequences=2, num_threads=1, draws=draws, is_marked=is_marked
+        )
+        LlamaContext(model, options).close()
+    model.close()
+    assert settled == [draws and is_marked]
 
 
 def test_marks_come_before_the_first_node_of_the_device(tmp_path, monkeypatch):

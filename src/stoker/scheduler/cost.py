@@ -132,8 +132,8 @@ class StepCost:
 
     def among_others(self, num_tokens: float) -> float | None:
         """Seconds that so many tokens take in a step of the quickest size; None: nothing was measured."""
-        rates = [point.took_s / point.num_tokens for point in self._points()]
-        return num_tokens * min(rates) if rates else None
+        best = self._best_rate()
+        return num_tokens / best if best else None
 
     def predict_few(self, num_tokens: float, few: float) -> float | None:
         """The same, where steps smaller than any measured cost as much as `few` tokens more of one."""
@@ -175,8 +175,11 @@ class StepCost:
 
     def tokens_at_best(self, budget_s: float, most: int) -> int:
         """As `tokens_within`; more tokens cost no more each than those of the quickest size measured."""
-        best = max((point.num_tokens / point.took_s for point in self._points()), default=0.0)
-        return max(self.tokens_within(budget_s, most), min(most, int(best * budget_s)))
+        return max(self.tokens_within(budget_s, most), min(most, int(self._best_rate() * budget_s)))
+
+    def _best_rate(self) -> float:
+        """Tokens a second of the quickest size measured; 0: nothing was measured."""
+        return max((point.num_tokens / point.took_s for point in self._points()), default=0.0)
 
     def _points(self) -> list[_Point]:
         """The table in use, ascending in tokens and in time; of another number of threads if it has none."""

@@ -14,10 +14,9 @@ import msgspec
 import numpy as np
 
 from stoker.backends.llama.adapters import Adapters
-from stoker.backends.llama.binding import label, settle_graphs, sum_by_device
+from stoker.backends.llama.binding import label, sum_by_device
 from stoker.backends.llama.context import ContextOptions, KeyType, LlamaContext
 from stoker.backends.llama.draft import DraftModel, open_draft
-from stoker.backends.llama.graph.draws import has_draws
 from stoker.backends.llama.model import LlamaModel, ModelOptions
 from stoker.backends.llama.oneshot.scoring import ChoiceScoring, Scorer
 from stoker.backends.llama.smoke.first_decode import first_decode
@@ -393,8 +392,6 @@ def _put_together(spec: ModelSpec, header: GgufHeader, options: ModelOptions) ->
     with ExitStack() as made:
         model = LlamaModel(options)
         made.callback(model.close)
-        if model.devices:
-            settle_graphs(model.path.name, is_marked=_is_in_marked_graphs(spec, model))
         adapters = Adapters(model, header, spec.adapters) if spec.adapters else None
         context = _open_context(spec, model, adapters)
         made.callback(context.close)
@@ -461,6 +458,7 @@ def _context_options(spec: ModelSpec, model: LlamaModel, layout: KVLayout) -> Co
         offloads_cells=spec.placement.kv_offload,
         draws=bool(model.devices) and spec.placement.gpu_layers != 0,  # where the output matrix lies
         is_off_host=bool(model.devices) and spec.placement.kv_offload and model.keeps_every_cell,
+        is_marked=_is_in_one_graph(spec, model),
     )
 
 
@@ -477,11 +475,10 @@ def _is_whole_on_devices(spec: ModelSpec, model: LlamaModel) -> bool:
     return bool(model.devices) and place.kv_offload and not is_parted and not place.cpu_moe
 
 
-def _is_in_marked_graphs(spec: ModelSpec, model: LlamaModel) -> bool:
-    """Whether all that is computed of it on devices is in graphs of one device that `GraphMarks` marks."""
+def _is_in_one_graph(spec: ModelSpec, model: LlamaModel) -> bool:
+    """Whether all that is computed of it on devices is in the graphs of one context, on one device."""
     has_others = bool(spec.projector or spec.draft_path)
-    is_marked = _is_whole_on_devices(spec, model) and has_draws(model.vocabulary.n_vocab)
-    return is_marked and len(model.devices) == 1 and not has_others
+    return _is_whole_on_devices(spec, model) and len(model.devices) == 1 and not has_others
 
 
 def _key_type(spec: ModelSpec, model: LlamaModel) -> KeyType:

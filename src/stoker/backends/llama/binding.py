@@ -158,8 +158,14 @@ def settle_graphs(what: str, *, is_marked: bool) -> None:
         if asked == "0" or (asked != "1" and not is_marked):
             os.environ.setdefault(NO_GRAPHS, "1")
     if captures_graphs() and not is_marked:
-        text = "%s computes beside captured CUDA graphs, unmarked: STOKER_CUDA_GRAPHS=0 captures none"
-        _logger.warning(text, what)
+        _warn_of_graphs(what)
+
+
+@cache
+def _warn_of_graphs(what: str) -> None:
+    """Once for each model."""
+    text = "%s computes beside captured CUDA graphs, unmarked: STOKER_CUDA_GRAPHS=0 captures none"
+    _logger.warning(text, what)
 
 
 def keeping_lock(native: Any) -> Callable[..., Any]:

@@ -25,7 +25,7 @@ from stoker.backends.llama.batch import (
     TokenBatch,
     passes,
 )
-from stoker.backends.llama.binding import buffer_bytes, capture_log, llama
+from stoker.backends.llama.binding import buffer_bytes, capture_log, llama, settle_graphs
 from stoker.backends.llama.cells import DecodeRows, DevicePool, OrderedPool, Pool, Streams
 from stoker.backends.llama.graph.draws import open_draws
 from stoker.backends.llama.shortage import load_error
@@ -109,6 +109,7 @@ class ContextOptions:
             of a step are brought to equal lengths.
         offloads_cells: cells lie on the devices of their layers, else in host memory.
         draws: the largest logits of rows are found in the graph, see `draws`.
+        is_marked: with `draws`, all that devices compute of the model is in graphs that they mark.
     """
 
     num_cells: int
@@ -123,6 +124,7 @@ class ContextOptions:
     has_streams: bool = False
     offloads_cells: bool = True
     is_off_host: bool = False
+    is_marked: bool = False
 
     @property
     def num_natives(self) -> int:
@@ -168,6 +170,8 @@ class LlamaContext:
         self.key_type = options.key_type
         params, n_vocab = _native_params(options), model.vocabulary.n_vocab
         self._samplers = self.draws = open_draws(params.n_seq_max, n_vocab) if options.draws else None
+        if model.devices:
+            settle_graphs(model.path.name, is_marked=options.is_marked and self.draws is not None)
         self._max_rows: int | None = None
         if self.draws is not None:
             self.draws.attach_to(params)

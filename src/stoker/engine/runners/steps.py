@@ -12,7 +12,6 @@ imports ended.
 from __future__ import annotations
 
 import logging
-import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -98,15 +97,17 @@ def _has_time_for(op: Export, copy_times: CopyTimes | None, allocator: KVAllocat
     if copy_times is None:
         return True
     moves = allocator.moves
-    cost_s = copy_times.export_s(op.seq) if moves.has_time else math.inf  # to find it out takes time too
-    if cost_s < math.inf and not moves.is_worth(cost_s, op.entry.num_tokens):
-        allocator.not_exported(op.entry, op.sequence)  # others would wait for longer than it is worth
-        return False
-    if cost_s == math.inf or not moves.take(cost_s):
+    is_late = not moves.has_time
+    if not is_late:
+        cost_s = copy_times.export_s(op.seq)  # which takes time to be found out
+        if not moves.is_worth(cost_s, op.entry.num_tokens):
+            allocator.not_exported(op.entry, op.sequence)  # others would wait for longer than it is worth
+            return False
+        is_late = not moves.take(cost_s)
+    if is_late:
         allocator.not_exported(op.entry, op.sequence)
         allocator.store_later(op.entry)
-        return False
-    return True
+    return not is_late
 
 
 def _import(op: Import, backend: Backend, allocator: KVAllocator) -> list[tuple[Sequence, StokerError]]:

@@ -391,14 +391,9 @@ def _candidates(found: Rows) -> Candidates:
     return Candidates(found[:, NUM_CANDIDATES:-1].astype(np.int32), logits)
 
 
-def has_draws(num_vocab: int) -> bool:
-    """Whether rows of so many logits are worth it, and few enough."""
-    return MIN_VOCAB <= num_vocab <= MAX_VOCAB
-
-
 def open_draws(num_sequences: int, num_vocab: int) -> DeviceDraws | None:
     """The samplers of a context that is to be made; None: its rows are read whole."""
-    if not has_draws(num_vocab):
+    if not MIN_VOCAB <= num_vocab <= MAX_VOCAB:
         return None
     try:
         if is_layout_known():
