@@ -7,7 +7,7 @@ of them after that step was launched.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, TypeAlias, TypeVar
 
 import numpy as np
 
@@ -30,11 +30,14 @@ if TYPE_CHECKING:
     from stoker.ipc.events import Delta
     from stoker.kv.sequence import Sequence
     from stoker.sampling.generation import Generation
+    from stoker.sampling.sampler import Sampler
+    from stoker.sampling.truncation import Workspace
     from stoker.scheduler.plan import Planned, StepPlan
     from stoker.scheduler.scheduler import Scheduler
 
 
 _Own: TypeAlias = "Rows | Candidates | int | StokerError"
+_Found = TypeVar("_Found", Candidates, "Rows")
 
 PROGRESS_EVERY_S = 0.5
 """How often the progress of a prompt is published whose own client did not ask for it."""
@@ -73,9 +76,11 @@ class Postprocess:
     def draw(self, plan: StepPlan, in_flight: InFlight) -> None:
         """Take what the step computed to the requests it was computed for."""
         candidates, rows = in_flight.candidates(), in_flight.rows()
-        drawn = self._draw_together(plan, candidates) if len(candidates) else {}
+        drawn: dict[int, int | StokerError] = {}
+        if len(candidates):
+            drawn = self._draw_from(plan, candidates, draw_together, takes_candidates=True)
         if len(rows):
-            drawn |= self._draw_rows(plan, rows)
+            drawn |= self._draw_from(plan, rows, draw_rows, takes_candidates=False)
         found = _shared_out(plan, rows, candidates, drawn)
         if any(part.sequence.is_to_embed for part in plan.parts):
             # They come last: their last state may take a step, and the rows end there.
@@ -90,22 +95,20 @@ class Postprocess:
                         part.sequence.shares = False
                     self._jobs.fail(job, error, self._timer.now())
 
-    def _draw_together(self, plan: StepPlan, candidates: Candidates) -> dict[int, int | StokerError]:
-        """The next token of each sequence that has the candidates for one, or what is wrong with them."""
-        seqs, places, generations = self._to_draw(plan, takes_candidates=True)
+    def _draw_from(
+        self,
+        plan: StepPlan,
+        found: _Found,
+        draw: Callable[[list[Sampler], _Found, Workspace], Iterable[int | StokerError | None]],
+        *,
+        takes_candidates: bool,
+    ) -> dict[int, int | StokerError]:
+        """The next token of each sequence that has what is needed for one there, or what is wrong with it."""
+        seqs, places, generations = self._to_draw(plan, takes_candidates=takes_candidates)
         if not seqs:
             return {}
-        own = candidates if len(places) == len(candidates) else candidates[np.array(places)]
-        tokens = draw_together([each.sampler for each in generations], own, generations[0].workspace)
-        return _taken(seqs, generations, tokens)
-
-    def _draw_rows(self, plan: StepPlan, rows: Rows) -> dict[int, int | StokerError]:
-        """The same of sequences that have whole rows and need no more than the best of one."""
-        seqs, places, generations = self._to_draw(plan, takes_candidates=False)
-        if not seqs:
-            return {}
-        own = rows if len(places) == len(rows) else rows[np.array(places)]
-        tokens = draw_rows([each.sampler for each in generations], own, generations[0].workspace)
+        own = found if len(places) == len(found) else found[np.array(places)]
+        tokens = draw([each.sampler for each in generations], own, generations[0].workspace)
         return _taken(seqs, generations, tokens)
 
     def _to_draw(
