@@ -16,7 +16,7 @@ INSTALL := @$(PYTHON) tools/install.py --venv $(VENV)
 export PROMPT
 
 .DEFAULT_GOAL := help
-.PHONY: help run chat serve test test-slow check format reference bench bench-compare rebuild clean demo dev peer
+.PHONY: help run chat serve test test-slow check format reference bench bench-compare rebuild clean demo dev peer browser vendor screenshots
 
 help:
 	@echo 'make run [PROMPT="..."]   install, then answer from the embedded model'
@@ -25,6 +25,8 @@ help:
 	@echo 'make test                 the tests        make test-slow   those that take minutes'
 	@echo 'make check                lint, format, types, shape of the code'
 	@echo 'make reference            write the pages of docs/ that follow from the code'
+	@echo 'make vendor               fetch the libraries of the page (npm)'
+	@echo 'make screenshots          take the pictures of docs/images'
 	@echo 'make bench                compare with llama-server on this machine'
 	@echo 'make bench-compare BASE=commit   compare with Stoker as it was then'
 	@echo 'make rebuild              build llama.cpp again'
@@ -53,10 +55,18 @@ chat: demo
 serve: demo
 	@$(BIN)/stoker serve $(ARGS)
 
-test: dev
+# Without a browser the tests of the page are skipped, and say so.
+browser:
+	@command -v chromium >/dev/null || command -v chromium-browser >/dev/null || { \
+	  test "$$(id -u)" = 0 && command -v apt-get >/dev/null && echo '  installing Chromium for the tests of the page' && \
+	  { apt-get update -q && DEBIAN_FRONTEND=noninteractive \
+	    apt-get install -y -q --no-install-recommends chromium fonts-liberation; } >$(VENV)/browser.log 2>&1; } \
+	  || echo '  no Chromium: the tests of the page will be skipped'
+
+test: dev browser
 	$(BIN)/python -m pytest -n $(JOBS) $(ARGS)
 
-test-slow: dev
+test-slow: dev browser
 	$(BIN)/python -m pytest -m slow $(ARGS)
 
 check: dev
@@ -67,6 +77,12 @@ check: dev
 
 reference: dev
 	$(BIN)/python -m tools.reference_pages
+
+vendor: dev
+	$(BIN)/python -m tools.vendor_ui
+
+screenshots: dev browser
+	$(BIN)/python -m tools.screenshots
 
 format: dev
 	$(BIN)/ruff check --fix

@@ -10,7 +10,7 @@ import asyncio
 import time
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, ClassVar, cast
 from urllib.parse import urlsplit
 
 import httptools
@@ -42,12 +42,18 @@ class Completion:
     extra: tuple[tuple[str, Any], ...] = ()
     model: str | None = None
 
+    path: ClassVar[str] = "/v1/completions"
+
+    def prompt_fields(self) -> dict[str, Any]:
+        """How the body says what is to be continued."""
+        return {"prompt": self.prompt}
+
     def body(self, model: str) -> bytes:
-        """The JSON body of `/v1/completions`."""
+        """The JSON body."""
         return msgspec.json.encode(
             {
                 "model": model,
-                "prompt": self.prompt,
+                **self.prompt_fields(),
                 "max_tokens": self.max_tokens,
                 "temperature": 0,
                 "ignore_eos": True,

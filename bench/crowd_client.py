@@ -1,4 +1,4 @@
-"""The client of a crowd: streams of `/v1/completions` read as bytes, at 10,000 tokens a second and more.
+"""The client of a crowd: streams read as bytes, at 10,000 tokens a second and more.
 
 `bench.client` parses every event; where a server sends more than a client's core can parse, the client would
 be what is measured. This one looks for the first event and for the usage at the end, and counts the rest.
@@ -143,7 +143,7 @@ async def open_stream(url: str, completion: Completion, model: str) -> AsyncIter
     host, port = parts.hostname or "", parts.port or 80
     body = completion.body(completion.model or model)
     head = (
-        f"POST /v1/completions HTTP/1.1\r\nHost: {host}:{port}\r\nConnection: close\r\n"
+        f"POST {completion.path} HTTP/1.1\r\nHost: {host}:{port}\r\nConnection: close\r\n"
         f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
     )
     loop = asyncio.get_running_loop()

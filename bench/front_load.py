@@ -1,14 +1,17 @@
 """How many tokens a second the process in front of an engine passes on, and what one costs it.
 
 Starts the real server with an engine that computes nothing (`bench.front_engine`), streams to a crowd of
-clients, and tells tokens a second beside the CPU time that each process took.
+clients, and tells tokens a second beside the CPU time that each process took. With a model the engine is the
+real one and the streams are chats: what a token then costs is several times as much, as each step takes what
+this process had in the cores' caches.
 
-    python -m bench.front_load [--rate N] [--streams N] [--tokens N] [--json]
+    python -m bench.front_load [--rate N | --model FILE] [--streams N] [--tokens N] [--repeat N] [--json]
 """
 
 from __future__ import annotations
 
 import argparse
+import asyncio
 import contextlib
 import json
 import os
@@ -19,7 +22,7 @@ import time
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import psutil
 import uvloop
@@ -32,9 +35,12 @@ from bench.front_engine import STEPS
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-MODEL = "fake:id=front"
+FAKE = "fake:id=front"
 STOP_LIMIT_S = 30.0
 NUM_CROWDS = 10
+IDLE_S = 1.0
+_PROCESS_CLOCK = 2
+"""The last bits of a process's CPU clock, before which its complemented id stands (`clock_getcpuclockid`)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,10 +48,11 @@ class FrontLoad:
     """What one run gave.
 
     Attributes:
-        asked_per_s: tokens a second that the engine gave, were the front quick enough.
+        asked_per_s: tokens a second that the engine gave, were the front quick enough; 0: all it could.
         tokens_per_s: tokens by the time from the first request sent to the last one ended.
         first_token_ms: median from sending a request to its first token.
-        front_us, engine_us, client_us: CPU time of that process by the number of tokens.
+        front_us: CPU time of the front by the number of tokens, less what the requests took and idle time.
+        engine_us, client_us: CPU time of that process by the number of tokens.
         request_us: CPU time that the front takes for a request of one token.
         front_busy: share of one core that the front took.
     """
@@ -60,28 +67,68 @@ class FrontLoad:
     request_us: float
 
 
-def serve(folder: Path) -> int:
-    """Run the server in this process, its engine being the one that computes nothing."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Chat(Completion):
+    """The same as a conversation of one turn."""
+
+    path = "/v1/chat/completions"
+
+    def prompt_fields(self) -> dict[str, Any]:
+        """The turn."""
+        return {"messages": [{"role": "user", "content": self.prompt}]}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Crowd:
+    """What is asked for.
+
+    Attributes:
+        rate: tokens a second that the costless engine gives.
+        num_streams: at once.
+        num_tokens: of each stream.
+        model: what the real engine serves; None: there is the costless one.
+    """
+
+    rate: float
+    num_streams: int
+    num_tokens: int
+    model: str | None = None
+
+    def of(self, prompt: str, num_tokens: int) -> list[Completion]:
+        """One completion a stream, each of another prompt."""
+        kind = Completion if self.model is None else Chat
+        return [kind(prompt=f"{prompt} {i}", max_tokens=num_tokens) for i in range(self.num_streams)]
+
+
+def serve(folder: Path, model: str | None) -> int:
+    """Run the server in this process; without a model its engine is the one that computes nothing."""
     from stoker.client import supervisor  # noqa: PLC0415 - the measuring process needs none of it
     from stoker.client.process.transport import ProcessTransport  # noqa: PLC0415 - likewise
     from stoker.server.serve import run_server  # noqa: PLC0415 - likewise
     from stoker.settings import EngineSettings, ServerSettings  # noqa: PLC0415 - likewise
 
-    # the one place that makes transports
-    setattr(supervisor, "ProcessTransport", partial(ProcessTransport, module="bench.front_engine"))  # noqa: B010 - of another type
+    if model is None:
+        # the one place that makes transports
+        setattr(supervisor, "ProcessTransport", partial(ProcessTransport, module="bench.front_engine"))  # noqa: B010 - of another type
     engine = EngineSettings(
-        models=(MODEL,), slots=256, cache_dir=folder, run_dir=folder / "run", speculation="off"
+        models=(model or FAKE,),
+        slots=256 if model is None else 8,
+        cache_dir=folder,
+        run_dir=folder / "run",
+        speculation="off",
     )
     return run_server(engine, ServerSettings(port=0))
 
 
 @contextlib.contextmanager
-def served(steps_per_s: float) -> Iterator[tuple[str, psutil.Process]]:
+def served(crowd: Crowd) -> Iterator[tuple[str, psutil.Process]]:
     """The server in a child process: its address and its process."""
     with tempfile.TemporaryDirectory(prefix="bench-front-") as folder:
-        environment = {**os.environ, STEPS: str(steps_per_s)}
+        environment = {**os.environ, STEPS: str(crowd.rate / crowd.num_streams)}
         environment["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
         command = [sys.executable, "-m", "bench.front_load", "--serve", folder]
+        if crowd.model is not None:
+            command += ["--model", crowd.model]
         with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as child:
             try:
                 line = (child.stdout or sys.stdin).readline()
@@ -94,35 +141,46 @@ def served(steps_per_s: float) -> Iterator[tuple[str, psutil.Process]]:
                 child.wait(STOP_LIMIT_S)
 
 
-def measure(rate: float, num_streams: int, num_tokens: int) -> FrontLoad:
-    """Stream to a crowd once, after one small request."""
-    with served(rate / num_streams) as (url, front):
-        return uvloop.run(_measured(url, front, rate, num_streams, num_tokens))
+def measure(crowd: Crowd, num_repetitions: int = 1) -> FrontLoad:
+    """Stream to a crowd, after one small request; the median of the repetitions by the front's cost."""
+    with served(crowd) as (url, front):
+        found = uvloop.run(_measured(url, front, crowd, num_repetitions))
+    return sorted(found, key=lambda one: one.front_us)[len(found) // 2]
 
 
-async def _measured(
-    url: str, front: psutil.Process, rate: float, num_streams: int, num_tokens: int
-) -> FrontLoad:
+async def _measured(url: str, front: psutil.Process, crowd: Crowd, num_repetitions: int) -> list[FrontLoad]:
     model = await Client(url).model()
-    await read_crowd(url, [Completion(prompt="warm", max_tokens=8)] * num_streams, model)
-    (engine,) = (child for child in front.children() if "bench.front_engine" in child.cmdline())
-    processes = [front, engine, psutil.Process()]
+    await read_crowd(url, crowd.of("warm", 8), model)
+    (engine,) = (child for child in front.children() if _is_engine(child.cmdline()))
     request_s = _cpu_s(front)
     for _ in range(NUM_CROWDS):
-        await read_crowd(url, [Completion(prompt="one", max_tokens=1)] * num_streams, model)
-    request_s = (_cpu_s(front) - request_s) / NUM_CROWDS / num_streams
+        await read_crowd(url, crowd.of("one", 1), model)
+    request_s = (_cpu_s(front) - request_s) / NUM_CROWDS / crowd.num_streams
+    idle_s = _cpu_s(front)
+    await asyncio.sleep(IDLE_S)
+    idle_s = (_cpu_s(front) - idle_s) / IDLE_S
+    return [await _one_run(url, [front, engine], crowd, (request_s, idle_s)) for _ in range(num_repetitions)]
+
+
+async def _one_run(
+    url: str, processes: list[psutil.Process], crowd: Crowd, beside: tuple[float, float]
+) -> FrontLoad:
+    """One crowd; `beside` is what the front takes for a request, and in an idle second."""
+    request_s, idle_s = beside
+    processes = [*processes, psutil.Process()]
+    model = await Client(url).model()
     before = [_cpu_s(each) for each in processes]
     began = time.perf_counter()
-    answers = await read_crowd(url, [Completion(prompt="go", max_tokens=num_tokens)] * num_streams, model)
+    answers = await read_crowd(url, crowd.of("Tell me a long story of", crowd.num_tokens), model)
     wall_s = time.perf_counter() - began
     front_s, engine_s, client_s = (_cpu_s(each) - at for each, at in zip(processes, before, strict=True))
     total = sum(answer.num_tokens for answer in answers)
     firsts = sorted(answer.ttft_s for answer in answers)
     return FrontLoad(
-        asked_per_s=rate,
+        asked_per_s=crowd.rate if crowd.model is None else 0.0,
         tokens_per_s=total / wall_s,
         first_token_ms=firsts[len(firsts) // 2] * 1e3,
-        front_us=front_s / total * 1e6,
+        front_us=(front_s - request_s * crowd.num_streams - idle_s * wall_s) / total * 1e6,
         engine_us=engine_s / total * 1e6,
         client_us=client_s / total * 1e6,
         front_busy=front_s / wall_s,
@@ -130,7 +188,14 @@ async def _measured(
     )
 
 
+def _is_engine(command: Sequence[str]) -> bool:
+    return "bench.front_engine" in command or "stoker.engine" in command
+
+
 def _cpu_s(process: psutil.Process) -> float:
+    """CPU time of all its threads, to the nanosecond where the system has a clock of each process."""
+    if sys.platform == "linux":
+        return time.clock_gettime(~process.pid << 3 | _PROCESS_CLOCK)
     times = process.cpu_times()
     return float(times.user + times.system)
 
@@ -141,17 +206,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--rate", type=float, default=12000.0, help="tokens a second that the engine gives")
     parser.add_argument("--streams", type=int, default=64)
     parser.add_argument("--tokens", type=int, default=500, help="of each stream")
+    parser.add_argument("--repeat", type=int, default=1, help="crowds; the median is told")
+    parser.add_argument("--model", metavar="FILE", help="that the real engine computes")
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--serve", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
     if options.serve:
-        return serve(options.serve)
-    found = measure(options.rate, options.streams, options.tokens)
+        return serve(options.serve, options.model)
+    crowd = Crowd(
+        rate=options.rate, num_streams=options.streams, num_tokens=options.tokens, model=options.model
+    )
+    found = measure(crowd, options.repeat)
     if options.json:
         print(json.dumps(asdict(found)))
     else:
+        asked = f" of {found.asked_per_s:,.0f}" if found.asked_per_s else ""
         print(
-            f"{found.tokens_per_s:,.0f} tokens/s of {found.asked_per_s:,.0f}; first token"
+            f"{found.tokens_per_s:,.0f} tokens/s{asked}; first token"
             f" {found.first_token_ms:.0f} ms; a token costs {found.front_us:.1f} us in front,"
             f" {found.engine_us:.1f} in the engine, {found.client_us:.1f} in the client;"
             f" the front takes {found.front_busy:.2f} of a core; a request costs it {found.request_us:.0f} us"

@@ -4,7 +4,12 @@ import shutil
 import signal
 import sys
 
+import hypothesis
 import pytest
+
+# A machine that does other things too is no fault of what is tested.
+hypothesis.settings.register_profile("stoker", deadline=None)
+hypothesis.settings.load_profile("stoker")
 
 # A shell that runs us in the background leaves Ctrl-C ignored, for us and for every program we start.
 signal.signal(signal.SIGINT, signal.default_int_handler)

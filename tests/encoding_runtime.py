@@ -73,6 +73,11 @@ class EncodingRuntime(OpensGroups):
         self.before = lambda: None
 
     @staticmethod
+    def owner_of(request_id):
+        """Nobody's."""
+        return ""
+
+    @staticmethod
     def tokens(text):
         """The tokens of a text, as the engine makes them."""
         return FakeVocabulary().tokenize(text, add_special=True, parse_special=True)
@@ -90,7 +95,7 @@ class EncodingRuntime(OpensGroups):
         """It never ends by itself."""
         await asyncio.Event().wait()
 
-    async def events(self, *, after=""):
+    async def events(self, *, after="", kinds=()):
         """Nothing happens until it is closed."""
         await self._closed.wait()
         return

@@ -71,6 +71,7 @@ class _Model:
     outer: Shapes = field(default_factory=dict)
     has_word_pieces: bool = False
     num_tokens: int = 0  # as many as `TOKENS`
+    more_tokens: Sequence[str] = ()  # after those
     broken_token: int | None = None
 
 
@@ -156,7 +157,8 @@ def write_wide_llama(path: Path, num_tokens: int, broken_token: int | None = Non
     """The same with more tokens than `TOKENS`; the logit of `broken_token` is never a number."""
     outer: Shapes = {"output.weight": (num_tokens, WIDTH)}
     layers = [_NORM | _ATTENTION | _FFN] * 2
-    model = _Model("llama", _llama_keys(CONTEXT_LENGTH), layers, outer, False, num_tokens, broken_token)
+    keys = _llama_keys(CONTEXT_LENGTH)
+    model = _Model("llama", keys, layers, outer, num_tokens=num_tokens, broken_token=broken_token)
     return _write(path, model, seed=7)
 
 
@@ -169,6 +171,38 @@ def _llama_keys(context: int) -> dict[str, Any]:
         "rope.dimension_count": HEAD_WIDTH,
         "rope.freq_base": 10_000.0,
     }
+
+
+def write_qwen2vl(path: Path, seed: int = 7) -> Path:
+    """A decoder of two layers that gives the tokens of a picture positions in a grid (M-RoPE)."""
+    keys = _llama_keys(CONTEXT_LENGTH) | {"rope.dimension_sections": [2, 1, 1, 0]}
+    layers = [_NORM | _ATTENTION | _FFN] * 2
+    outer: Shapes = {"output.weight": (len(TOKENS), WIDTH)}
+    return _write(path, _Model("qwen2vl", keys, layers, outer), seed)
+
+
+def write_qwen3vl(path: Path, seed: int = 7) -> Path:
+    """The same of three layers with interleaved sections; pictures give something to the first layer too."""
+    keys = _llama_keys(CONTEXT_LENGTH) | {
+        "attention.key_length": HEAD_WIDTH,
+        "attention.value_length": HEAD_WIDTH,
+        "rope.dimension_sections": [2, 1, 1, 0],
+        "n_deepstack_layers": 1,
+    }
+    layers = [_NORM | _ATTENTION | _QK_NORMS | _FFN] * 3
+    outer: Shapes = {"output.weight": (len(TOKENS), WIDTH)}
+    return _write(path, _Model("qwen3vl", keys, layers, outer), seed)
+
+
+SMOL_TOKENS = ("\n\n", "<fake_token_around_image>", "<global-img>", "<row_1_col_1>")
+
+
+def write_smolvlm(path: Path, seed: int = 7) -> Path:
+    """Like `write_llama`, with the tokens that stand around the tiles of a picture."""
+    outer: Shapes = {"output.weight": (len(TOKENS) + len(SMOL_TOKENS), WIDTH)}
+    layers = [_NORM | _ATTENTION | _FFN] * 2
+    model = _Model("llama", _llama_keys(CONTEXT_LENGTH), layers, outer, more_tokens=SMOL_TOKENS)
+    return _write(path, model, seed)
 
 
 def write_crashing_llama(path: Path) -> Path:
@@ -187,8 +221,8 @@ def write_crashing_llama(path: Path) -> Path:
     return _write(path, _Model("llama", keys, [_NORM | _ATTENTION | values | _FFN] * 2, outer), 7)
 
 
-def write_gemma3(path: Path, seed: int = 7) -> Path:
-    """A decoder of six layers, five of which see the last 32 tokens only."""
+def write_gemma3(path: Path, seed: int = 7, *, is_tied: bool = True) -> Path:
+    """A decoder of six layers, five of which see the last 32 tokens only; tied as in `write_llama`."""
     keys = {
         "attention.head_count": HEADS,
         "attention.head_count_kv": SHARED_HEADS,
@@ -199,7 +233,9 @@ def write_gemma3(path: Path, seed: int = 7) -> Path:
         "rope.freq_base": 10_000.0,
     }
     after = {"post_attention_norm.weight": (WIDTH,), "post_ffw_norm.weight": (WIDTH,)}
-    return _write(path, _Model("gemma3", keys, [_NORM | _ATTENTION | _QK_NORMS | _FFN | after] * 6), seed)
+    outer: Shapes = {} if is_tied else {"output.weight": (len(TOKENS), WIDTH)}
+    layers = [_NORM | _ATTENTION | _QK_NORMS | _FFN | after] * 6
+    return _write(path, _Model("gemma3", keys, layers, outer), seed)
 
 
 def write_bert(
@@ -354,7 +390,8 @@ def _rwkv7_layer() -> Shapes:
 
 
 def _write(path: Path, model: _Model, seed: int) -> Path:
-    architecture, layers, num_tokens = model.architecture, model.layers, model.num_tokens or len(TOKENS)
+    architecture, layers = model.architecture, model.layers
+    num_tokens = model.num_tokens or len(TOKENS) + len(model.more_tokens)
     path.parent.mkdir(parents=True, exist_ok=True)
     writer = gguf.GGUFWriter(path, architecture)
     writer.add_name(f"tiny {architecture} {seed}")
@@ -367,7 +404,7 @@ def _write(path: Path, model: _Model, seed: int) -> Path:
     elif architecture == "t5":
         _add_t5_pieces(writer)
     else:
-        _add_vocabulary(writer, num_tokens)
+        _add_vocabulary(writer, num_tokens, model.more_tokens)
     shapes = {"token_embd.weight": (num_tokens, WIDTH), "output_norm.weight": (WIDTH,)}
     if architecture in {"lfm2", "bert", "t5"}:  # its last norm is the one of the embeddings, or of a layer
         del shapes["output_norm.weight"]
@@ -404,8 +441,9 @@ def _weights(random: np.random.Generator, name: str, shape: tuple[int, ...]) -> 
     return values / 4
 
 
-def _add_vocabulary(writer: gguf.GGUFWriter, num_tokens: int) -> None:
-    tokens = [*TOKENS, *(f"▁more{index}" for index in range(len(TOKENS), num_tokens))]
+def _add_vocabulary(writer: gguf.GGUFWriter, num_tokens: int, more_tokens: Sequence[str]) -> None:
+    named = [*TOKENS, *more_tokens]
+    tokens = [*named, *(f"▁more{index}" for index in range(len(named), num_tokens))]
     normal = len(tokens) - len(_SPECIAL) - 256
     writer.add_tokenizer_model("llama")
     writer.add_tokenizer_pre("default")

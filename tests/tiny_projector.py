@@ -53,8 +53,21 @@ def write_projector(path: Path, seed: int = 7, *, n_embd: int = WIDTH, has_visio
     """The projector's file; its convolution is f16, as such files have it."""
     writer = gguf.GGUFWriter(path, "clip")
     writer.add_name(f"tiny projector {seed}")
-    writer.add_bool("clip.has_vision_encoder", has_vision)
     writer.add_string("clip.projector_type", "mlp")
+    write_seeing(writer, seed, n_embd=n_embd, has_vision=has_vision)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+def write_seeing(
+    writer: gguf.GGUFWriter, seed: int = 7, *, n_embd: int = WIDTH, has_vision: bool = True
+) -> None:
+    """The part of a projector's file that sees."""
+    writer.add_bool("clip.has_vision_encoder", has_vision)
+    writer.add_string("clip.vision.projector_type", "mlp")
     writer.add_bool("clip.use_gelu", True)
     numbers = {
         "image_size": IMAGE_SIZE,
@@ -72,11 +85,6 @@ def write_projector(path: Path, seed: int = 7, *, n_embd: int = WIDTH, has_visio
     writer.add_array("clip.vision.image_std", [DEVIATION] * 3)
     for name, values in projector_weights(seed, n_embd).items():
         writer.add_tensor(name, values.astype(np.float16) if name == "v.patch_embd.weight" else values)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    return path
 
 
 def picture_of(seed: int, width: int = IMAGE_SIZE, height: int = IMAGE_SIZE) -> Picture:

@@ -42,7 +42,7 @@ BUILT_WITH = ("CMAKE_ARGS", "CC", "CXX", "CFLAGS", "CXXFLAGS", "CUDACXX")
 """What of the environment decides what a build becomes."""
 INPUTS = ("pyproject.toml", "constraints.txt", "tools/install.py")
 STATE = "installed.json"
-COMPUTES_ON = "from stoker.backends.llama import binding as b; print(b.label(b.device_names()))"
+COMPUTES_ON = "from stoker.backends.llama import binding as b; print(b.label(b.accelerators()))"
 """Prints the word of `stoker doctor`."""
 DEVICES = Path("/dev")
 CAPABILITIES = ("nvidia-smi", "--query-gpu=compute_cap", "--format=csv,noheader")

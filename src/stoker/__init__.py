@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from stoker import errors, events, sync
+    from stoker.audio import Audio
     from stoker.client.requests.stream import ToolCall
     from stoker.errors import StokerError
     from stoker.events import RuntimeEvent
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Answer",
+    "Audio",
     "BatchProgress",
     "Choice",
     "Choices",
@@ -68,6 +70,7 @@ __all__ = [
     "sync",
 ]
 _HOMES = {
+    "stoker.audio": "Audio",
     "stoker.client.requests.stream": "ToolCall",
     "stoker.errors": "StokerError",
     "stoker.events": "RuntimeEvent",

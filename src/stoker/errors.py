@@ -28,6 +28,7 @@ __all__ = [
     "InsufficientMemoryError",
     "InvalidRequestError",
     "KeptRequestDamagedError",
+    "KeyForbidsError",
     "LoadCrashedError",
     "MachineError",
     "MachineSetupError",
@@ -41,16 +42,20 @@ __all__ = [
     "OperatorOnlyError",
     "PoolFullError",
     "PreparationTimeoutError",
+    "PreviousResponseError",
     "QueueFullError",
+    "RateLimitError",
     "ReadingError",
     "RequestCancelledError",
     "RequestNotFoundError",
     "RequestTimeoutError",
     "RequestTooLargeError",
+    "ResponseNotFoundError",
     "SchedulerStalledError",
     "ServerBusyError",
     "ServerLostError",
     "StateNotFoundError",
+    "StepAbortedError",
     "StepFailedError",
     "StepMemoryError",
     "StokerError",
@@ -177,6 +182,10 @@ class OperatorOnlyError(CallerError, code="operator_only", http_status=403):
     """Only operators of the server may ask for this; the message says which setting or key allows it."""
 
 
+class KeyForbidsError(CallerError, code="key_forbids", http_status=403):
+    """The key that it came with may not use that class or model; details carry what it may use."""
+
+
 class RequestTooLargeError(CallerError, code="request_too_large", http_status=413):
     """The body is over the limit."""
 
@@ -193,6 +202,14 @@ class RequestCancelledError(CallerError, code="request_cancelled", http_status=4
     """The call was cancelled by its id before it had its answer."""
 
 
+class ResponseNotFoundError(CallerError, code="response_not_found", http_status=404):
+    """No response is stored under that id."""
+
+
+class PreviousResponseError(CallerError, code="previous_response_not_found"):
+    """The response that is to be continued is not stored."""
+
+
 class StateNotFoundError(CallerError, code="state_not_found", http_status=404):
     """No saved state of the caller has that id."""
 
@@ -203,6 +220,10 @@ class MachineError(StokerError, code="machine_error", http_status=503):
 
 class QueueFullError(MachineError, code="queue_full", http_status=429):
     """The queue is at its bound."""
+
+
+class RateLimitError(MachineError, code="rate_limit_exceeded", http_status=429):
+    """The key that it came with has used what it may in a minute; details carry `limit` and `per_minute`."""
 
 
 class RequestTimeoutError(MachineError, code="request_timeout", http_status=408):
@@ -308,6 +329,10 @@ class StepFailedError(EngineError, code="step_failed"):
 
 class StepMemoryError(StepFailedError, code="step_out_of_memory", http_status=503):
     """A device has no memory left to compute a step of one token: another program took it, or a model did."""
+
+
+class StepAbortedError(StepFailedError, code="step_aborted"):
+    """A step was ended because something has arrived; it is computed again, and no request ends by it."""
 
 
 class PoolFullError(EngineError, code="kv_pool_full", http_status=503):

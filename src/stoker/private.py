@@ -33,6 +33,11 @@ def make_folder(folder: Path) -> None:
 
 
 def write_text(file: Path, text: str) -> None:
+    """As `write_bytes`, in UTF-8."""
+    write_bytes(file, text.encode())
+
+
+def write_bytes(file: Path, data: bytes) -> None:
     """Put a file in place in one move, readable by its owner alone; its folder is made if it is missing.
 
     Raises:
@@ -42,8 +47,8 @@ def write_text(file: Path, text: str) -> None:
     temporary = file.with_name(f".{file.name}.{secrets.token_hex(8)}.tmp")
     descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, FILE_MODE)
     try:
-        with os.fdopen(descriptor, "w", encoding="utf-8") as stream:
-            stream.write(text)
+        with os.fdopen(descriptor, "wb") as stream:
+            stream.write(data)
         temporary.replace(file)
     finally:
         temporary.unlink(missing_ok=True)

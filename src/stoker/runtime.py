@@ -10,12 +10,12 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, aclosing
 from typing import TYPE_CHECKING, Any, Self, Unpack
 
 from stoker.chat.conversation import NO_TOOLS, ToolOffer
-from stoker.client.client import Client
+from stoker.client.client import Client, OnArrival
 from stoker.client.event_bus import RuntimeEvent
 from stoker.client.process.transport import ThreadTransport, Transport
 from stoker.client.requests.group import KnownAs, RequestGroup
@@ -78,9 +78,11 @@ class Runtime:
         on_load: called with each state a model reports while it loads; set it before `start`.
         on_call: called with each ended call of several requests and `finished`, `cancelled` (its caller
             left) or the code of its error; `on_ended` with each ended request and call, as `recent` shows it.
+        on_arrival: called before a request or call is taken in (`OnArrival`); what it raises refuses it.
         ahead: an engine's process that was spawned before this; `start` uses it. Set it before.
         takes_up: it goes on with what a program that ended while suspended has left; set it before `start`.
         states: saved states of recurrent models, and embeddings by state.
+        take_settings, serve_model: serve the models of settings read again; one by its name, not loaded yet.
         hurry: cuts the drain of a `close` short: what runs is ended, and an engine that stays on is killed.
 
     Raises:
@@ -104,9 +106,12 @@ class Runtime:
         self.takes_up = True
         self.ahead: Transport | None = None
         self.states = States(settings.states_dir, self)
-        self.hurry = self._client.hurry
+        self.hurry, self.take_settings = self._client.hurry, self._client.take_settings
+        self.serve_model = self._client.serve_model
         self._client.on_call = lambda call, outcome: self.on_call(call, outcome)  # noqa: PLW0108 - it may be set later
         self._client.bus.on_ended = lambda status: self.on_ended(status)  # noqa: PLW0108 - it may be set later
+        self._client.on_arrival = lambda *given: self.on_arrival(*given)  # noqa: PLW0108 - likewise
+        self.on_arrival: OnArrival = lambda request_id, owner, request, num_members: None  # noqa: ARG005 - the hook's
         self.on_ended: Callable[[RequestStatus], None] = lambda status: None  # noqa: ARG005 - the hook's
         self.on_call: Callable[[GroupStatus, str], None] = lambda call, outcome: None  # noqa: ARG005 - the hook's
         self.on_load: Callable[[ModelState], None] = lambda state: None  # noqa: ARG005 - the hook's argument
@@ -323,9 +328,9 @@ class Runtime:
         """
         return self._client.attach(request_id, owner)
 
-    def events(self, *, after: str = "") -> AsyncGenerator[RuntimeEvent, None]:
-        """What happens, after a snapshot, or after the event of that id while it is kept."""
-        return self._client.bus.subscribe(self._client.snapshot, after)
+    def events(self, *, after: str = "", kinds: Collection[str] = ()) -> AsyncGenerator[RuntimeEvent, None]:
+        """What happens, after a snapshot or the event of that id; of `kinds` alone, if it names any."""
+        return self._client.bus.subscribe(self._client.snapshot, after, kinds)
 
     # ------------------------------------------------------------ generation
 
@@ -404,9 +409,10 @@ class Runtime:
                 `Image`s. A text is one turn, the user's.
             fields: as for `generate`; `tools`: functions that the model may call, of Python or in OpenAI's
                 form; `tool_choice`: "auto" (None), "none", "required", or the form that names one of them;
-                `parallel_tool_calls` False: at most one call; `template_args`: further variables for the
-                model's chat template; `images`: whatever `Image` takes, or a list of such, for the front of
-                the last user turn.
+                `parallel_tool_calls` False: at most one call; `tool_format`: the format of calls, in place of
+                the one that the model's chat template shows; `template_args`: further variables for the
+                template; `images`: whatever `Image` takes, or a list of such, for the front of the last user
+                turn.
 
         Raises:
             StokerError: the messages or the request were refused, or it failed.
@@ -562,7 +568,7 @@ class Runtime:
             owner: digest of the caller's API key; one owner's slow conversations do not delay another's.
 
         Raises:
-            InvalidRequestError: the template refuses the messages, or a call in them is malformed.
+            InvalidRequestError: the template refuses the messages.
             UnsupportedError: the template is broken, or there are images and the model reads none.
             WorkLimitError: the template does not end, or takes too much memory.
             MachineError: too many wait, or no process can be started.
@@ -580,8 +586,7 @@ class Runtime:
         **template_args: Any,
     ) -> str:
         """The prompt that a conversation becomes, by the model's own template; blocks as `plan_chat` does."""
-        offer = offer_of(tools)
-        return self.plan_chat(messages, offer, model=model, template_args=template_args).prompt
+        return self.plan_chat(messages, offer_of(tools), model=model, template_args=template_args).prompt
 
 
 def _served_id(models: Sequence[ModelInfo], model: str) -> str:

@@ -34,6 +34,7 @@ for _power, _letter in enumerate("kmgt", start=1):
 _UNITS["b"] = 1
 _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([a-z]*)\s*", re.IGNORECASE)
 _ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^/\s?#@]+")
+_COLLECTOR = re.compile(r"https?://[^/\s?#@]+(/[^\s?#]*)?")
 _DEFAULT_PORTS = {"http": ":80", "https": ":443"}
 _DURATION = re.compile(r"\s*(-?\d+(?:\.\d+)?)\s*(ms|s|m|h|d|)\s*", re.IGNORECASE)
 _SECONDS = {"": 1.0, "ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86_400.0}
@@ -92,6 +93,11 @@ def parse_keep_alive(value: object) -> object:
     return float(match[1]) * _SECONDS[match[2].lower()]
 
 
+def parse_switch(value: object) -> object:
+    """`on` or `off` of a boolean of TOML; what is none is passed on."""
+    return ("on" if value else "off") if isinstance(value, bool) else value
+
+
 def _origins(value: object) -> object:
     """Origins as browsers write them: lower case, without a slash at the end and without a default port."""
     given = _split(value)
@@ -105,6 +111,13 @@ def _origins(value: object) -> object:
         scheme = origin.partition("://")[0]
         found.append(origin.removesuffix(_DEFAULT_PORTS.get(scheme, "/")))
     return tuple(found)
+
+
+def _collector(value: object) -> object:
+    """The address of a collector of traces."""
+    if isinstance(value, str) and not _COLLECTOR.fullmatch(value):
+        raise ValueError(f"{value!r} is not the address of a collector; write such as http://127.0.0.1:4318")
+    return value
 
 
 def _layers(value: object) -> object:
@@ -154,6 +167,7 @@ Names = Annotated[tuple[str, ...], NoDecode, BeforeValidator(_split)]
 Origins = Annotated[tuple[str, ...], NoDecode, BeforeValidator(_origins)]
 Size = Annotated[int, BeforeValidator(parse_size), Field(ge=0)]
 Bytes = Annotated[int, BeforeValidator(parse_size), Field(gt=0)]
+CollectorUrl = Annotated[str, BeforeValidator(_collector)]
 Location = Annotated[Path, BeforeValidator(_expand)]
 
 

@@ -11,51 +11,54 @@ from __future__ import annotations
 
 import difflib
 import os
-import re
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 import platformdirs
-from pydantic import BeforeValidator
 
 from stoker.errors import InvalidRequestError, MachineSetupError
 from stoker.setting_fields import (
     ENV_PREFIX,
-    MAX_LAYERS,
     Bytes,
-    DeviceNames,
+    CollectorUrl,
     Flag,
     FrozenSettings,
-    GpuLayers,
     Location,
     Names,
     Origins,
-    Parts,
     Size,
     nearest,
-    parse_keep_alive,
-    parse_threads,
     setting,
     size_setting,
 )
+from stoker.site_settings import (
+    BY_MEMORY,
+    Keys,
+    KeySettings,
+    ModelSettings,
+    ModelTables,
+    PerModelSettings,
+    Placements,
+    read_tables,
+)
 
 APP = "stoker"
-MAX_SLOTS = 256  # llama_max_parallel_sequences()
+TABLES = frozenset({"keys", "model_tables"})
+"""Settings that only a file has: tables with names."""
 MAX_PIXELS = 89_478_485  # what Pillow takes without a warning
 DEFAULT_URL = "http://127.0.0.1:8686"
+OLLAMA_PORT = 11434
 """Where a server listens that was started without options."""
-BY_MEMORY = "by the machine's memory"
-"""A default that the machine's tier decides."""
 
-_PLACEMENT_END = re.compile(r",(?=[^,=]*:[^,=]*=)")
 _OTHER_VARIABLES = frozenset({"STOKER_DEBUG", "STOKER_URL", "STOKER_API_KEY"})
 _MISSPELT = 0.75
 """Of `difflib`: a variable so like that of a setting is a misspelt one."""
 _METAVARS = {int: "N", float: "NUMBER", Path: "PATH", bool: ""}
+_TOML_NAMES = {"model_tables": "models"}
 _SINGULAR = {
     "model": "models",
     "allowed_host": "allowed_hosts",
@@ -64,124 +67,19 @@ _SINGULAR = {
 }
 
 
-def read_placements(given: object) -> object:
-    """Placements by the id of their model, of a table of tables or of texts `MODEL:KEY=VALUE`."""
-    if isinstance(given, Mapping):
-        tables = dict(given)
-    else:
-        texts = _PLACEMENT_END.split(given) if isinstance(given, str) else given
-        tables = _tables(texts if isinstance(texts, list | tuple) else [texts])
-    found = {}
-    for model, table in tables.items():
-        if isinstance(table, PlacementSettings):
-            found[model] = table
-            continue
-        if not isinstance(table, Mapping):
-            raise ValueError(  # noqa: TRY004 - pydantic takes no other
-                f"{model}: a table of settings is taken, such as gpu_layers = 20"
-            )
-        try:
-            found[model] = PlacementSettings(
-                **{name.replace("-", "_"): value for name, value in table.items()}
-            )
-        except InvalidRequestError as error:
-            raise ValueError(f"{model}: {error.message}") from None
-    return found
-
-
-def _tables(texts: Sequence[object]) -> dict[str, dict[str, object]]:
-    tables: dict[str, dict[str, object]] = {}
-    for text in texts:
-        model, colon, rest = str(text).rpartition(":")
-        name, equals, value = rest.partition("=")
-        if not (model and colon and equals):
-            raise ValueError(f"{text!r} is not of the form MODEL:KEY=VALUE, such as small:gpu_layers=20")
-        tables.setdefault(model.strip(), {})[name.strip()] = value.strip()
-    return tables
-
-
-class PlacementSettings(FrozenSettings):
-    """Where a model's weights and cells lie: of every model, of one in the file, of one load.
-
-    Attributes:
-        gpu_layers: the output counts as one; "auto": as many as the devices can hold, else exactly so many.
-        device: names or indexes as `stoker doctor` shows them; empty: all there are, "none": the CPU.
-        split_mode: None: on one device where it fits on one, else by layer.
-        tensor_split: a part for each device, in their order; empty: by their free memory.
-        main_gpu: index among `device` of the one that holds all where nothing is split; None: the freest.
-        cpu_moe: None: as many as have to; of models without experts this changes nothing.
-        kv_type: quantised ones need flash attention; None: bf16 keys where answers are repeatable, else f16.
-        kv_layout: in a pool requests share `ctx_size` tokens; in streams each may use as many, whatever
-            others do, and steps of many requests are quicker.
-        mmap: read the file as it is needed; else whole at once.
-        kv_offload: cells and attention lie where the layers do; else in host memory.
-    """
-
-    gpu_layers: GpuLayers = setting(
-        "auto", "Layers on the device; auto: as many as fit, all: no fewer.", metavar="auto|N|all"
-    )
-    device: DeviceNames = setting(
-        (),
-        "Device by name or index, or none; repeat for more.",
-        shown="all there are",
-        metavar="NAME|N",
-    )
-    split_mode: Literal["none", "layer", "row"] | None = setting(
-        None, "How several devices share a model.", shown="none where it fits on one, else layer"
-    )
-    tensor_split: Parts = setting(
-        (), "Part of each device, such as 3,1.", shown="by their free memory", metavar="N,N"
-    )
-    main_gpu: int | None = setting(
-        None, "Index among --device of the one that holds all.", shown="the freest", ge=0, le=255
-    )
-    cpu_moe: int | None = setting(
-        None,
-        "Layers whose experts stay in host memory, from the first.",
-        shown="as many as have to",
-        ge=0,
-        le=MAX_LAYERS,
-    )
-    kv_type: Literal["f16", "bf16", "q8_0", "q4_0"] | None = setting(
-        None, "Element type of the cells.", shown="f16, bf16 keys where --repeatable needs them"
-    )
-    mmap: bool = setting(default=True, text="Read the file as it is needed.")
-    kv_layout: Literal["auto", "pool", "streams"] = setting(
-        "auto", "Cells in one pool, or each request its own; auto: its own where the device has room."
-    )
-    kv_offload: bool = setting(default=True, text="Cells lie on the device.")
-
-    def given_placement(self) -> dict[str, Any]:
-        """The values of these fields that were given, by name; those left to the defaults are not in it."""
-        given = self.model_fields_set & PlacementSettings.model_fields.keys()
-        return {name: getattr(self, name) for name in given}
-
-
-Placements = Annotated[dict[str, PlacementSettings], BeforeValidator(read_placements)]
-
-
-class EngineSettings(PlacementSettings):
+class EngineSettings(PerModelSettings):
     """How the engine process runs and what it serves; each field says what it is.
 
     Attributes:
         placement: where single models lie, by their id; what one leaves open is as for all.
-        models: names or GGUF paths; the first one is "default".
-        ctx_size: 0: the model's own. Where all slots share one pool of cells it has as many, unless
-            `kv_cells` says otherwise.
-        threads: 0 picks the number of physical cores.
-        kv_cells: one request may use no more than these either.
+        model_tables: `[models.NAME]` of the file; without `models` the first of them is "default".
+        models: names, also of a table, or GGUF paths; the first one is "default".
         max_queue: background gets half of it.
-        cache_mode: "live" keeps cells, "snapshot" states in host memory and on disk.
         isolation: "process" survives any crash of native code; "thread" is for tests and small hosts.
         max_prepare_s: compiling the request's constraint included.
         watchdog_s: a step may take this long, or ten times what it is predicted to take, whichever is more.
         memory_limit: of the engine and the client together; None: what the machine, its groups and tier
             allow.
-        keep_alive: seconds (or 30s, 10m, 2h); -1: for good; None: what the machine's tier says, 10 minutes at
-            most.
-        repeatable: "on" computes each answer on a CPU as if it ran alone, "off" as is quickest, "auto" the
-            first where that was measured to cost less than 5 %.
-        speculation: "lookup" repeats what the text repeats, "draft" asks `draft_model`, "auto" does both.
         suspend_grace_s: resuming meanwhile changes nothing.
         lora: one belongs to the first model that it fits.
         chat_template: without a model's name, of every model whose file and family have none.
@@ -195,6 +93,9 @@ class EngineSettings(PlacementSettings):
         shown="as for all",
         metavar="MODEL:KEY=VALUE",
     )
+    model_tables: ModelTables = setting(
+        {}, "Models by the name that they are served under, each with its own settings.", shown="none"
+    )
     models: Names = setting(
         (),
         "Model to serve; repeat for more.",
@@ -202,27 +103,6 @@ class EngineSettings(PlacementSettings):
         shown="embedded default",
         metavar="NAME|FILE",
     )
-    slots: int = setting(8, "Requests that run at once.", ge=1, le=MAX_SLOTS)
-    ctx_size: int = setting(
-        16384,
-        "Tokens that one request may use, or all in one pool of cells.",
-        flags=("--ctx-size", "-c"),
-        ge=0,
-        lt=2**31,
-    )
-    threads: Annotated[int, BeforeValidator(parse_threads)] = setting(
-        0,
-        "CPU threads, or auto.",
-        flags=("--threads", "-t"),
-        shown="auto",
-        metavar="auto|N",
-        ge=0,
-        le=1024,
-    )
-    n_batch: int | None = setting(
-        None, "Tokens one step may carry.", shown="512, on a device 2048 or 8192", ge=1, le=65536
-    )
-    kv_cells: int | None = setting(None, "KV cells to allocate.", shown="as --ctx-size", ge=1, lt=2**31)
     max_queue: int = setting(512, "Requests that may wait.", ge=1)
     policy: Literal["latency", "balanced", "throughput"] = setting(
         "latency", "What a step favours while somebody waits for tokens."
@@ -231,15 +111,15 @@ class EngineSettings(PlacementSettings):
         50.0, "Longest a step should take while interactive requests decode.", gt=0, le=60_000
     )
     max_step_ms: float = setting(
-        400.0, "Longest any step should take, whoever runs, on the machine as it is now.", gt=0, le=60_000
+        400.0,
+        "Longest any step should take that somebody may wait for, on the machine as it is now.",
+        gt=0,
+        le=60_000,
     )
     background_patience_s: float = setting(
         30.0, "Seconds background work goes without a step before it gets one in ten.", ge=0, le=86_400
     )
     park_bytes: Size = size_setting(2**30, "Host memory for states of parked requests, a model.")
-    cache_mode: Literal["off", "live", "snapshot", "live+snapshot"] = setting(
-        "live+snapshot", "What is kept of finished work."
-    )
     cache_ram_bytes: Size = size_setting(2**30, "Host memory for kept states; 0: none.")
     cache_disk_bytes: Size = size_setting(4 * 2**30, "Disk for kept states, under --cache-dir; 0: none.")
     isolation: Literal["process", "thread"] = setting("process", "Where native code runs.")
@@ -255,21 +135,6 @@ class EngineSettings(PlacementSettings):
     device_lease: bool = setting(
         default=True, text="Hold accelerators for this program alone; else share them with any other."
     )
-    keep_alive: Annotated[float | None, BeforeValidator(parse_keep_alive)] = setting(
-        None,
-        "How long a model stays after its last request: 30s, 10m, -1.",
-        shown=BY_MEMORY,
-        metavar="TIME",
-    )
-    draft_model: str | None = setting(
-        None, "Smaller model of the same vocabulary that guesses.", shown="none"
-    )
-    repeatable: Literal["auto", "on", "off"] = setting(
-        "auto", "Same answer whatever runs beside it, on a CPU; auto: where that costs under 5 %."
-    )
-    speculation: Literal["off", "lookup", "draft", "auto"] = setting(
-        "auto", "What guesses tokens ahead where that is quicker."
-    )
     default_max_tokens: int | None = setting(
         None,
         "Tokens of an answer that does not say; 0: until the context is full.",
@@ -284,7 +149,9 @@ class EngineSettings(PlacementSettings):
         shown="none",
         metavar="NAME=FILE[@SCALE]",
     )
-    mmproj: Location | None = setting(None, "Projector with which the first model that it fits reads images.")
+    mmproj: Location | None = setting(
+        None, "Projector with which the first model that it fits sees and hears."
+    )
     chat_template: Names = setting(
         (),
         "Chat template, a Jinja file: of the models that bring none, or of one; repeat for more.",
@@ -311,6 +178,8 @@ class EngineSettings(PlacementSettings):
     image_edge: int | None = setting(
         None, "Pixels that a longer edge is shrunk to.", shown=BY_MEMORY, ge=8, le=16384
     )
+    max_audio_bytes: Bytes = size_setting(25 * 2**20, "Bytes of one encoded recording.")
+    max_audio_seconds: int = setting(600, "Seconds of all recordings of one request.", ge=1, le=7200)
     restore: bool = setting(default=False, text="Without --model, serve what was loaded last.")
     heat_trace: Location | None = setting(None, "Recorded heat to follow instead of the machine's sensors.")
     cache_dir: Location = setting(lambda: platformdirs.user_cache_path(APP), "Folder of the cache.")
@@ -331,9 +200,12 @@ class ServerSettings(FrozenSettings):
     Attributes:
         host: anything but loopback should come with `api_key_file`.
         port: the readiness line tells which one was picked.
+        ollama_port: clients of Ollama look for it at 11434; its API answers at `port` in any case.
+        ollama: the same as 11434 there.
         admin_key_file: an operator's key is good for all that an ordinary key is good for, and to load,
             unload and pin models, suspend and resume, and see the requests of all keys. None: where keys are
             asked for this is not possible over HTTP, elsewhere programs of this machine may.
+        keys: what the holder of each may do; with any, every request needs a key.
         allow_downloads: for programs of this machine; with an operator's key it is always allowed.
         allowed_hosts: besides the bound address and localhost.
         cors_origins: such as https://chat.example; "*": all, "null": files.
@@ -345,12 +217,19 @@ class ServerSettings(FrozenSettings):
             they go.
         log_file: gets the log instead of stderr; it may be renamed meanwhile (logrotate).
         quiet: nothing but warnings and errors.
+        otel_endpoint: the traces' own path is added where the address has none. None: what
+            OTEL_EXPORTER_OTLP_ENDPOINT and the like say, where they are set.
     """
 
     host: str = setting("127.0.0.1", "Address to bind.")
     port: int = setting(8686, "0 picks a free one.", ge=0, le=65535)
+    ollama_port: int | None = setting(
+        None, "Listen on this port too, where clients of Ollama look.", shown="none", ge=0, le=65535
+    )
+    ollama: bool = setting(default=False, text="The same at Ollama's own port, 11434.")
     api_key_file: Location | None = setting(None, "File with one accepted key a line.", shown="no key")
     admin_key_file: Location | None = setting(None, "File with one operator's key a line.", shown="none")
+    keys: Keys = setting({}, "Named keys, by their hash.", shown="none")
     allow_downloads: bool = setting(
         default=False,
         text="Let `load` download without an operator's key.",
@@ -374,12 +253,36 @@ class ServerSettings(FrozenSettings):
         15.0, "Seconds that the head of a request may take, and a pause in its body.", gt=0, le=3600
     )
     keepalive_s: float = setting(10.0, "Seconds between comments on a stream that has nothing to say.", gt=0)
+    responses_dir: Location = setting(
+        lambda: platformdirs.user_state_path(APP) / "responses", "Folder of stored responses."
+    )
+    max_responses: int = setting(1000, "Stored responses; 0: none.", ge=0, le=100_000)
+    responses_bytes: Bytes = size_setting(256 * 2**20, "Bytes of all stored responses.")
+    responses_age_s: float = setting(
+        30 * 86_400.0, "Seconds that a response stays stored.", gt=0, le=366 * 86_400
+    )
+    ui: bool = setting(default=True, text="Serve the page at /ui.")
+    strict: bool = setting(
+        default=False,
+        text="Refuse requests with fields that their route does not know.",
+    )
     follow_sleep: bool = setting(default=True, text="Suspend and resume with the machine.")
     insecure: bool = setting(default=False, text="Serve other machines without a key.", flags=("--insecure",))
     log_level: Literal["debug", "info", "warning", "error"] = setting("info", "What the log shows.")
     log_format: Literal["text", "json"] = setting("text", "Form of the log's lines.")
     log_file: Location | None = setting(None, "File of the log.", shown="stderr")
     quiet: bool = setting(default=False, text="Show warnings and errors only.", flags=("--quiet", "-q"))
+    otel_endpoint: CollectorUrl | None = setting(
+        None,
+        "Send traces to the OpenTelemetry collector there (OTLP over HTTP).",
+        shown="none",
+        metavar="URL",
+    )
+
+    @property
+    def second_port(self) -> int | None:
+        """The port to listen on beside `port`; None: there is none."""
+        return OLLAMA_PORT if self.ollama_port is None and self.ollama else self.ollama_port
 
 
 def flag_of(name: str) -> Flag:
@@ -446,10 +349,52 @@ def load_settings(flags: Mapping[str, Any], config: Path | None) -> tuple[Engine
             ServerSettings(**{k: v for k, v in merged.items() if k in ServerSettings.model_fields}),
         )
     except InvalidRequestError as error:
-        name = error.param or ""
-        spelled = next((layer.spelled[name] for layer in layers if name in layer.values), name)
-        text = error.message.removeprefix(f"{name}: ")
-        raise InvalidRequestError(f"{spelled}: {text}", param=name) from None
+        place = error.param or ""
+        head, dot, _ = place.partition(".")
+        name = "model_tables" if dot and head == "models" else head
+        spelled = next((layer.spelled[name] for layer in layers if name in layer.values), head)
+        text = error.message.removeprefix(f"{place}: ")
+        said = f"{place}{spelled.removeprefix(head)}" if dot else spelled
+        raise InvalidRequestError(f"{said}: {text}", param=place) from None
+
+
+def mistakes_of(document: Mapping[str, Any]) -> Iterator[InvalidRequestError]:
+    """What is wrong with each key of a settings file by itself; `param` is such as `models.NAME.slots`."""
+    for key, value in document.items():
+        tables: dict[str, type[KeySettings | ModelSettings]] = {"models": ModelSettings, "keys": KeySettings}
+        if key in tables and isinstance(value, dict):
+            for name, table in value.items():
+                yield from _mistakes_of_table(key, tables[key], name, table)
+            continue
+        try:
+            name = _known(key)
+            (EngineSettings if name in EngineSettings.model_fields else ServerSettings)(**{name: value})
+        except InvalidRequestError as error:
+            yield error
+
+
+def _mistakes_of_table(
+    field: str, kind: type[KeySettings | ModelSettings], name: str, table: object
+) -> Iterator[InvalidRequestError]:
+    """Those of one table, key by key."""
+    needed = (
+        {"hash": table["hash"]} if kind is KeySettings and isinstance(table, dict) and "hash" in table else {}
+    )
+    parts = [{**needed, key: value} for key, value in table.items()] if isinstance(table, dict) else [table]
+    told: set[str] = set()
+    for part in parts or [{}]:
+        try:
+            read_tables(field, kind, {name: part})
+        except InvalidRequestError as error:
+            if error.message not in told:
+                told.add(error.message)
+                yield error
+
+
+def sources_of(config: Path | None) -> dict[str, str]:
+    """Where each setting that is given comes from, by name: a variable, or a key and its file."""
+    layers = [_read_environment()] + ([] if config is None else [_read_toml(config)])
+    return {name: spelled for layer in reversed(layers) for name, spelled in layer.spelled.items()}
 
 
 def strange_variables() -> list[str]:
@@ -464,6 +409,16 @@ def server_to_ask(url: str | None, api_key: str | None) -> tuple[str, str | None
         url or environ.get(f"{ENV_PREFIX}URL") or DEFAULT_URL,
         api_key or environ.get(f"{ENV_PREFIX}API_KEY") or None,
     )
+
+
+def is_tracing_asked() -> bool:
+    """Whether OpenTelemetry's own variables ask for traces: they name a collector and do not turn it off."""
+    named = ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT")
+    is_off = (
+        os.environ.get("OTEL_SDK_DISABLED", "").strip().lower() == "true"
+        or os.environ.get("OTEL_TRACES_EXPORTER", "otlp").strip().lower() == "none"
+    )
+    return not is_off and any(os.environ.get(name, "").strip() for name in named)
 
 
 def is_debug() -> bool:
@@ -495,7 +450,7 @@ def _environment() -> dict[str, str]:
 
 def _variables() -> dict[str, str]:
     """The setting of each variable; one of a list may be in the singular too."""
-    plural = {f"{ENV_PREFIX}{name.upper()}": name for name in _known_names()}
+    plural = {f"{ENV_PREFIX}{name.upper()}": name for name in _known_names() if name not in TABLES}
     return {f"{ENV_PREFIX}{one.upper()}": name for one, name in _SINGULAR.items()} | plural
 
 
@@ -511,18 +466,29 @@ def _read_environment() -> _Layer:
     return _Layer({name: given[variable] for name, variable in spelled.items()}, spelled)
 
 
-def _read_toml(path: Path) -> _Layer:
+def settings_text(path: Path) -> str:
+    """What a settings file says.
+
+    Raises:
+        MachineSetupError: it cannot be read.
+    """
     try:
-        text = path.expanduser().read_text(encoding="utf-8")
+        return path.expanduser().read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or error
         raise MachineSetupError(f"cannot read the settings file {path}: {reason}", param="config") from None
+
+
+def _read_toml(path: Path) -> _Layer:
+    text = settings_text(path)
     try:
         found = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
         raise InvalidRequestError(f"{path} is not valid TOML: {error}", param="config") from None
+    if isinstance(found.get("models"), dict):
+        found["model_tables"] = found.pop("models")
     try:
-        spelled = {_known(key): f"{key} in {path}" for key in found}
+        spelled = {_known(key): f"{_TOML_NAMES.get(key, key)} in {path}" for key in found}
     except InvalidRequestError as error:
         raise InvalidRequestError(f"{path}: {error.message}", param=error.param) from None
     return _Layer({_known(key): value for key, value in found.items()}, spelled)

@@ -1,4 +1,4 @@
-"""Engine processes killed, crashed and suspended while they look at pictures: nobody's answer changes."""
+"""Engine processes killed, crashed and suspended while they look and listen: nobody's answer changes."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from stoker.client.requests.stream import StreamEvent
 from stoker.errors import EngineCrashedError, NotReadyError
 from stoker.ipc.constraint import Constraint, ConstraintKind
 from stoker.ipc.events import Delta, Finished
-from stoker.ipc.request import IMAGE_MARKER, Picture
+from stoker.ipc.request import IMAGE_MARKER, Picture, Sound
 from stoker.ipc.status import EngineStatus
 
-MODEL = "fake:eog_period=0,vision=20,step_delay_s=0.005"
+MODEL = "fake:eog_period=0,vision=20,hearing=20,step_delay_s=0.005"
 SETTINGS = {"ctx_size": 4096, "slots": 8, "n_batch": 32, "threads": 1, "repeatable": "on"}
 """Steps of so few tokens that reading a picture takes two."""
 WAIT_S = 30.0
@@ -43,7 +43,8 @@ def picture(shade: int) -> Picture:
 
 def about(*shades: int, sampling: Sampling = GREEDY, **fields: object) -> GenerateRequest:
     """A question about pictures of these shades."""
-    prompt = "look: " + IMAGE_MARKER * len(shades) + " what is it, and what was it before? " * 3
+    pictures = fields.get("pictures", shades)
+    prompt = "look: " + IMAGE_MARKER * len(pictures) + " what is it, and what was it before? " * 3
     given = {"max_tokens": 24, "pictures": tuple(map(picture, shades)), "sampling": sampling, **fields}
     return GenerateRequest(prompt=prompt, **given)
 
@@ -56,8 +57,13 @@ REQUESTS = {
     "schema": about(
         20, max_tokens=200, constraint=Constraint(kind=ConstraintKind.JSON_SCHEMA, source=json.dumps(SCHEMA))
     ),
+    "recording": about(
+        sampling=Sampling(temperature=0.9, seed=8), pictures=(Sound(16_000, b"\x05\x07" * 80_000),)
+    ),
     "text": GenerateRequest(prompt="no picture at all", max_tokens=60, sampling=GREEDY),
 }
+
+SCHEMA_ALONE = GenerateRequest(prompt="x", max_tokens=1, constraint=REQUESTS["schema"].constraint)
 
 
 @dataclass
@@ -88,7 +94,9 @@ class Crowd:
         self.answers = {name: Answer() for name in REQUESTS}
 
     async def run(self) -> None:
-        """To their ends."""
+        """To their ends; the schema has been translated before, so that nobody comes late."""
+        async for _ in self.runtime.stream(SCHEMA_ALONE):
+            pass
         await asyncio.gather(*(self._read(name) for name in REQUESTS))
 
     async def _read(self, name: str) -> None:
@@ -101,10 +109,16 @@ class Crowd:
         """Given to the greedy one, who looks at a picture."""
         return len(self.answers["greedy"].tokens.get(0, ()))
 
+    @property
+    def is_begun(self) -> bool:
+        """Every request is the runtime's, or has been."""
+        num_ended = sum(answer.ends for answer in self.answers.values())
+        return self.runtime.stats()["num_live_requests"] + num_ended == len(REQUESTS)
+
     async def reach(self, moment: str) -> None:
         """Wait until the engine is there; nobody who looks at a picture has ended before."""
         async with asyncio.timeout(WAIT_S):
-            while not MOMENTS[moment](self, (await self.runtime.status()).engine):
+            while not (self.is_begun and MOMENTS[moment](self, (await self.runtime.status()).engine)):
                 assert not self.answers["greedy"].ends, f"it is too late for {moment}"
                 await asyncio.sleep(PAUSE_S)
 

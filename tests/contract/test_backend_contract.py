@@ -221,18 +221,20 @@ def test_a_state_without_room_raises_and_leaves_the_sequence_empty(pooling_state
     assert pooling_states.length(9) == 16
 
 
-@pytest.mark.parametrize("damage", ["nothing", "foreign", "short", "long", "flipped"])
+@pytest.mark.parametrize("damage", ["nothing", "foreign", "short", "long", "flipped", "swapped"])
 def test_foreign_bytes_are_refused(any_backend: TestedBackend, damage: str) -> None:
     """Q4: import raises InvalidRequestError on what it did not export."""
     feed(any_backend, 0, prompt(any_backend), 0)
     data = any_backend.export_state(0)
     middle, data = len(data) // 2, bytes(data)
+    part = len(data) // 32 * 8
     bad = {
         "nothing": b"",
         "foreign": b"\x93NUMPY" + bytes(200),
         "short": data[:-1],
         "long": data + b"\0",
         "flipped": data[:middle] + bytes([data[middle] ^ 1]) + data[middle + 1 :],
+        "swapped": data[: -2 * part] + data[-part:] + data[-2 * part : -part],
     }[damage]
     with pytest.raises(InvalidRequestError):
         any_backend.import_state(1, bad)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import logging
+import threading
 import weakref
 from collections.abc import Callable
 from contextlib import closing
@@ -26,6 +27,7 @@ from stoker.errors import (
     ModelLoadError,
     NotReadyError,
     PoolFullError,
+    StepAbortedError,
     StepFailedError,
     UnsupportedError,
 )
@@ -64,7 +66,7 @@ def test_keys_in_bf16_make_steps_of_any_shape_bit_exact(smollm2_path: Path) -> N
     """E1: one token at a time, batched or as one prompt, the logits are the same bits on a CPU."""
     model = LlamaModel(ModelOptions(path=smollm2_path, use_extra_bufts=False))
     options = ContextOptions(
-        num_cells=1024, n_batch=1024, num_sequences=3, num_threads=2, key_type=KeyType.BF16
+        num_cells=1024, n_batch=1024, num_sequences=3, num_threads=1, key_type=KeyType.BF16
     )
     context = LlamaContext(model, options)
     try:
@@ -148,6 +150,64 @@ def test_special_tokens_are_read_only_where_asked(smollm2: LlamaBackend) -> None
     assert vocabulary.is_eog(control[0])
     assert len(text) > 1
     assert b"".join(map(vocabulary.piece, text)) == b"<|im_end|>"
+
+
+def test_a_step_that_was_ended_in_its_midst_is_computed_again_as_if_it_had_not_been(
+    tiny_decoder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """SPEC Q27: also what earlier parts of the same native call have computed is taken back."""
+    model = LlamaModel(ModelOptions(path=tiny_decoder, use_extra_bufts=False))
+    options = ContextOptions(num_cells=512, n_batch=256, n_ubatch=32, num_sequences=2, num_threads=1)
+    first, rest = PlanItem(0, 0, list(range(3, 103)), 1), PlanItem(0, 100, list(range(3, 203)), 1)
+    calls = [0, 0]  # how often the library has asked, and at which time it is told to end
+
+    def ends(_: object) -> bool:
+        calls[0] += 1
+        return calls[0] == calls[1]
+
+    callback = llama.ggml_abort_callback(ends)
+    with closing(LlamaContext(model, options)) as context, closing(model), caplog.at_level(logging.INFO):
+        llama.llama_set_abort_callback(context.handle, callback, None)
+        context.step(BatchPlan((first,)))
+        calls[0] = 0
+        expected = context.step(BatchPlan((rest,))).copy()
+        num_asked = calls[0]
+        for at in (1, num_asked // 4, num_asked // 2, num_asked - 1):
+            context.trim(0, 100)
+            calls[:] = 0, at
+            with pytest.raises(StepAbortedError):
+                context.step(BatchPlan((rest,)))
+            assert context.lengths[0] == 100
+            again = context.step(BatchPlan((rest,)))
+            assert np.array_equal(again, expected)
+    assert not caplog.records
+
+
+def test_another_thread_ends_a_step(smollm2: LlamaBackend) -> None:
+    """SPEC Q27: and the next one, until steps are allowed again; a model on a device has no such thing."""
+    aborts = smollm2.extensions.aborts
+    assert (aborts is None) == bool(accelerators())
+    if aborts is None:
+        pytest.skip("only a CPU's steps can be ended")
+    plan = BatchPlan((PlanItem(0, 0, list(range(1000, 1100)), 1),))
+    expected = smollm2.launch(plan).rows().copy()
+    smollm2.drop(0)
+
+    def again_and_again() -> None:
+        for _ in range(50):
+            smollm2.launch(plan)
+            smollm2.drop(0)
+
+    other = threading.Thread(target=aborts.abort_step)
+    other.start()
+    with pytest.raises(StepAbortedError):
+        again_and_again()
+    other.join()
+    with pytest.raises(StepAbortedError):
+        smollm2.launch(plan)
+    assert smollm2.length(0) == 0
+    aborts.allow_steps()
+    assert np.array_equal(smollm2.launch(plan).rows(), expected)
 
 
 @pytest.mark.parametrize(("code", "error"), [(1, PoolFullError), (2, StepFailedError), (-3, StepFailedError)])

@@ -121,6 +121,46 @@ def _assert_knows_its_ends(vocabulary: LlamaVocabulary) -> None:
     assert vocabulary.eog_tokens == tuple(token for token, ends in enumerate(is_end) if ends)
 
 
+def test_the_tables_of_a_vocabulary_are_read_while_its_load_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """SPEC L10: whoever needs them first waits for the one reading; the model is freed after it."""
+    begun, goes_on, calls, read = Event(), Event(), [], vocabularies._tables_of
+
+    def read_slowly(*of: Any) -> Any:
+        calls.append(of)
+        begun.set()
+        assert goes_on.wait(60)
+        return read(*of)
+
+    monkeypatch.setattr(vocabularies, "_tables_of", read_slowly)
+    vocabulary = opened(write(tmp_path / "v.gguf", byte_pairs()))
+    assert begun.wait(60)
+    with ThreadPoolExecutor(2) as pool:
+        ends, closing = pool.submit(lambda: vocabulary.eog_tokens), pool.submit(vocabulary.close)
+        assert not ends.done()
+        assert not closing.done()
+        goes_on.set()
+        assert ends.result(60)
+        closing.result(60)
+    assert len(calls) == 1
+
+
+def test_tables_that_cannot_be_read_are_told_of_to_whoever_needs_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """SPEC L10: reading ahead has no one to tell."""
+
+    def fail(*_of: Any) -> Any:
+        raise MemoryError("no room for tables")
+
+    monkeypatch.setattr(vocabularies, "_tables_of", fail)
+    vocabulary = opened(write(tmp_path / "v.gguf", byte_pairs()))
+    vocabulary.close()
+    with pytest.raises(MemoryError, match="no room for tables"):
+        _ = vocabulary.eog_tokens
+
+
 def test_long_texts_that_come_at_once_have_the_vocabulary_read_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -155,7 +195,7 @@ def test_texts_full_of_control_tokens_are_cut_and_read_as_the_whole(
     for _ in range(8):
         text = text_of(random, 3000)
         for add_special, parse_special in ((True, True), (False, True), (True, False)):
-            num_cut += len(vocabulary._cuts.pieces(text, parse_special=parse_special)) > 1
+            num_cut += len(vocabulary._tables.cuts.pieces(text, parse_special=parse_special)) > 1
             whole = vocabulary._native_tokens(
                 text.encode(), add_special=add_special, parse_special=parse_special
             )
@@ -165,7 +205,7 @@ def test_texts_full_of_control_tokens_are_cut_and_read_as_the_whole(
 
 def test_many_control_tokens_are_looked_for_in_short_pieces() -> None:
     """The native search is quadratic in their number: 1.8 MB of them took 37 s."""
-    pieces = smol_vocabulary()._cuts.pieces("<|im_start|>" * 150_000, parse_special=True)
+    pieces = smol_vocabulary()._tables.cuts.pieces("<|im_start|>" * 150_000, parse_special=True)
     assert max(map(len, pieces)) < 2 * 4096
     assert "".join(pieces) == "<|im_start|>" * 150_000
 
@@ -192,7 +232,7 @@ def test_a_text_without_long_runs_is_read_whole(vocabulary_of: VocabularyOf) -> 
     prose = "The quick brown fox jumps over the lazy dog, and that is it.\n" * 400
     dense = '{"a":[1,2,{"bc":"de"}],"f":true},' * 800 + "aB3dE6fG9h" * 2000
     for text in (prose, dense):
-        assert vocabulary._cuts.pieces(text, parse_special=True) == [text]
+        assert vocabulary._tables.cuts.pieces(text, parse_special=True) == [text]
 
 
 # What `tokenizer.ggml.pre` may say of how a text is split into words, without other names of the same.

@@ -9,7 +9,7 @@ from typing import Any
 
 import typer
 
-from stoker.cli.main import app
+from stoker.cli.app import app
 
 PLACEHOLDER = re.compile(r"^(?:[A-Z][A-Z_./:@=0-9\[\]]*\.*|\.\.\.|\[.*|.*\]|\|)$")
 """Words such as MODEL, [PROMPT] or TEXT..., which stand for something."""

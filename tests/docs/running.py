@@ -13,12 +13,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import options
+import yaml
 from blocks import Block
 
 from stoker.settings import load_settings
 
 PAGE_ADDRESS = re.compile(r"(?:127\.0\.0\.1|localhost):8686")
-NEEDS_SERVER = re.compile(PAGE_ADDRESS.pattern + r"|stoker (?:ps|load|unload|pin|suspend|resume)\b")
+NEEDS_SERVER = re.compile(PAGE_ADDRESS.pattern + r"|stoker (?:ps|top|load|unload|pin|suspend|resume)\b")
 PATIENCE_S = 240.0
 SESSION = re.compile(r"^\$ ((?:.*\\\n)*.*\n)((?:(?!\$ ).*\n)*)", re.MULTILINE)
 """A command, which goes on after a backslash at the end of a line, and what it prints."""
@@ -123,6 +124,8 @@ def check_syntax(block: Block) -> None:
             json.loads(block.text)
         case "toml":
             tomllib.loads(block.text)
+        case "yaml":
+            yaml.safe_load(block.text)
         case "ini":
             unit = configparser.ConfigParser(strict=False, interpolation=None)
             unit.read_string(block.text)

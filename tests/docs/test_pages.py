@@ -98,7 +98,7 @@ def block_of(language: str, text: str, mark: str = "", words: str = "") -> Block
     return Block("page.md", 1, language, text, mark, words)
 
 
-@pytest.mark.parametrize("language", ["", "text", "rust", "yaml"])
+@pytest.mark.parametrize("language", ["", "text", "rust", "perl"])
 def test_a_block_that_nobody_would_run_is_refused(language: str, place: Place) -> None:
     """A new language or a screen without a mark fails until somebody says what it is."""
     with pytest.raises(WrongPageError, match="nobody runs this"):

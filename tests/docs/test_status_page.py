@@ -10,7 +10,7 @@ import pytest
 from stoker.client.event_bus import MAX_KEPT
 from stoker.client.requests.history import MAX_RECENT
 from stoker.client.supervisor import MAX_EXITS
-from stoker.engine.loop import NUM_PREFIXES
+from stoker.engine.report import NUM_PREFIXES
 from stoker.ipc.status import EngineHealth, EngineStatus, RequestStatus, RuntimeStatus
 from stoker.server.log import MAX_RECORDS
 from stoker.server.native.runtime import status_document

@@ -11,7 +11,9 @@ from stoker.chat.answer_events import CallArguments, CallEnded, Reasoning
 from stoker.chat.json_scan import JsonScanner, Step
 from stoker.chat.reasoning import THINK, ReasoningSplitter
 from stoker.chat.tools.calls import ToolCallParser
-from stoker.chat.tools.tools import GENERIC, HERMES, LLAMA3, MISTRAL, MISTRAL_ARGS
+from stoker.chat.tools.formats.hermes import GENERIC, HERMES
+from stoker.chat.tools.formats.llama import LLAMA3
+from stoker.chat.tools.formats.mistral import MISTRAL, MISTRAL_ARGS
 
 SYNTAXES = [HERMES, LLAMA3, MISTRAL, MISTRAL_ARGS, GENERIC]
 _PIECES = [

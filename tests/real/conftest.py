@@ -22,5 +22,5 @@ def reference():
 @pytest_asyncio.fixture
 async def runtime():
     """Eight slots over one engine process."""
-    async with Runtime(str(MODEL), slots=8, ctx_size=8192, threads=2, repeatable="on") as runtime:
+    async with Runtime(str(MODEL), slots=8, ctx_size=8192, threads=1, repeatable="on") as runtime:
         yield runtime

@@ -123,7 +123,7 @@ async def test_a_runtime_chooses_as_llama_cpp_does(reference, calibrate):
         if calibrate and text:
             score -= direct(reference, reference.tokenize("<|im_start|>"), text)
         scores.append(score)
-    async with Runtime(str(SMOL), slots=2, ctx_size=2048, threads=2) as runtime:
+    async with Runtime(str(SMOL), slots=2, ctx_size=2048, threads=1) as runtime:
         found = await runtime.choose(prompt, choices, calibrate=calibrate)
     by_index = {each.index: each.score for each in found.results}
     assert [by_index[at] for at in range(len(choices))] == pytest.approx(scores, abs=WITHIN)
@@ -264,7 +264,7 @@ async def test_a_harness_gets_llama_cpps_likelihoods(reference, http, num_togeth
         expected.append((float(rows[at, continuation].sum()), is_greedy))
     found = []
     body = {"model": "default", "max_tokens": 1, "logprobs": 1, "echo": True, "temperature": 0, "seed": 1234}
-    async with Runtime(str(SMOL), slots=4, ctx_size=4096, threads=2) as runtime, http(runtime) as client:
+    async with Runtime(str(SMOL), slots=4, ctx_size=4096, threads=1) as runtime, http(runtime) as client:
         for at in range(0, len(given), num_together):
             batch = given[at : at + num_together]
             answer = await client.post(

@@ -134,7 +134,7 @@ def test_minilm_gives_its_own_vectors_and_knows_what_is_alike(minilm_file):
     """SPEC K2: a real encoder, against numpy; a paraphrase is nearer than another subject."""
     reference = BertReference(minilm_file)
     texts = ["A man is eating food.", "A man eats something.", "The stock market fell sharply today."]
-    with encoder_of(minilm_file, n_batch=512, num_threads=2) as encoder:
+    with encoder_of(minilm_file, n_batch=512, num_threads=1) as encoder:
         tokens = tokens_of(encoder, texts)
         assert tokens[0] == [101, 1037, 2158, 2003, 5983, 2833, 1012, 102]  # as BERT's own tokenizer has it
         vectors = encoder.encode(tokens)

@@ -87,7 +87,7 @@ def streams(runtime, sampling):
 
 async def one_by_one(sampling):
     """Each alone in the engine."""
-    async with Runtime(str(MODEL), slots=2, ctx_size=2048, threads=2, repeatable="on") as runtime:
+    async with Runtime(str(MODEL), slots=2, ctx_size=2048, threads=1, repeatable="on") as runtime:
         undisturbed = streams(runtime, sampling)
         for stream in undisturbed.values():
             await stream.read()
@@ -96,7 +96,7 @@ async def one_by_one(sampling):
 
 async def in_a_crowd(sampling):
     """Three slots: two jobs give way, one stream is paused, one waits. Then the engine is killed."""
-    async with Runtime(str(MODEL), slots=3, ctx_size=2048, threads=2, repeatable="on") as runtime:
+    async with Runtime(str(MODEL), slots=3, ctx_size=2048, threads=1, repeatable="on") as runtime:
         crowd = streams(runtime, sampling)
         async with asyncio.TaskGroup() as group:
 

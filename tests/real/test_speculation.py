@@ -56,7 +56,7 @@ def runner(tmp_path_factory):
         path=str(MODEL),
         num_slots=2,
         n_ctx=2048,
-        num_threads=2,
+        num_threads=1,
         speculation=Speculation.LOOKUP,
         repeatable=Repeatable.ON,
     )

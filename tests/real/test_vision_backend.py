@@ -12,8 +12,15 @@ import pytest
 
 from real_models import PROJECTOR, READER, REPORTS, needs_reader
 from stoker.backends.llama.backend import LlamaBackend, load
-from stoker.backends.llama.vision.vision import LlamaVision
-from stoker.backends.protocol.backend import BatchPlan, Conditioning, Placed, PlanItem, Rows
+from stoker.backends.llama.vision.vision import CallLimits, LlamaVision
+from stoker.backends.protocol.backend import (
+    BatchPlan,
+    Conditioning,
+    PicturePart,
+    Placed,
+    PlanItem,
+    Rows,
+)
 from stoker.client.models.specs import projector_by_model
 from stoker.errors import ModelLoadError, StepFailedError, UnsupportedError
 from stoker.ipc.model import ModelSpec, ProjectorSpec
@@ -146,6 +153,7 @@ def test_an_encode_that_is_given_up_leaves_the_next_one_right(vision: LlamaVisio
     encoding.cancel()
     encoding.cancel()
     assert encoding.is_over
+    encoding.join()
     assert not encode_threads()
     assert np.array_equal(vision.encode(picture_of(1)), before)
 
@@ -166,7 +174,7 @@ def test_a_picture_of_any_shape_takes_what_was_said(vision: LlamaVision) -> None
     for width, height in ((16, 16), (40, 12), (9, 300)):
         picture = picture_of(1, width, height)
         assert vision.num_tokens(width, height) == len(vision.encode(picture)) == NUM_TOKENS
-        assert vision.layout(picture) == (NUM_TOKENS,)
+        assert vision.layout(picture) == (PicturePart(NUM_TOKENS),)
 
 
 def test_another_number_of_threads_gives_the_same(vision: LlamaVision) -> None:
@@ -208,6 +216,7 @@ def test_closing_gives_up_what_is_under_way(folder: Path) -> None:
     backend.close()
     backend.close()
     assert encoding.is_over
+    encoding.join()
     assert not encode_threads()
 
 
@@ -288,7 +297,7 @@ def test_a_model_whose_projector_is_another_models_serves_text(folder: Path, tmp
         assert backend.capabilities.pairing == "broken"
         assert read(backend, 0, [[10, 11]]).size
         with pytest.raises(ModelLoadError, match="mismatch between text model"):
-            LlamaVision.open(foreign, backend._model, 1)
+            LlamaVision.open(foreign, backend._model, CallLimits(1, 64))
 
 
 @pytest.mark.parametrize("is_trained", [False, pytest.param(True, marks=needs_reader)])

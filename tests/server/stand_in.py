@@ -6,7 +6,7 @@ import asyncio
 import itertools
 import struct
 from collections import deque
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Collection, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ from stoker.chat.conversation import NO_TOOLS, continuation_of, prepared_turn
 from stoker.client.event_bus import RuntimeEvent
 from stoker.client.store.file import KeptRequest
 from stoker.errors import ModelNotFoundError, RequestNotFoundError
+from stoker.images.intake import Intake
 from stoker.ipc.events import (
     Admitted,
     Delta,
@@ -94,7 +95,9 @@ class StandInStatus(msgspec.Struct):
     as_of_s: float = 0.0
     up_s: float = 12.5
     version: str = "0"
-    settings: dict[str, Any] = msgspec.field(default_factory=lambda: {"policy": "latency"})
+    settings: dict[str, Any] = msgspec.field(
+        default_factory=lambda: {"policy": "latency", "models_dir": "none"}
+    )
 
     @property
     def health(self) -> EngineHealth:
@@ -113,6 +116,7 @@ class StandInRuntime(OpensGroups):
     abandoned: list[str] = field(default_factory=list)
     cancelled: list[str] = field(default_factory=list)
     steered: list[tuple[str, str]] = field(default_factory=list)
+    images: Intake = field(default_factory=Intake)
     engine: EngineStatus | None = None
     engine_health: EngineHealth | None = None
     start_error: Exception | None = None
@@ -274,6 +278,12 @@ class StandInRuntime(OpensGroups):
                 self.calls.append(("load given up", model))
         return self.resolve(model)
 
+    async def serve_model(self, name: str, reach: Reach) -> ModelInfo:
+        """Note it; it is served already."""
+        self.reaches.append(reach)
+        self.calls.append(("serve", name))
+        return self.resolve(name)
+
     async def unload_model(self, model: str) -> None:
         """Note it."""
         self.calls.append(("unload", self.resolve(model).id))
@@ -332,7 +342,7 @@ class StandInRuntime(OpensGroups):
                 raise step
             yield step
 
-    async def events(self, *, after: str = "") -> AsyncGenerator[RuntimeEvent]:
+    async def events(self, *, after: str = "", kinds: Collection[str] = ()) -> AsyncGenerator[RuntimeEvent]:
         """What the test says, then nothing until the end."""
         for event in self.told:
             yield event

@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 
 from pictures import plain
 from stoker.cli import target
-from stoker.cli.main import app
+from stoker.cli.app import app
 from stoker.runtime import Runtime
 from stoker.server.run_file import RunFile, registered
 from stoker.settings import EngineSettings

@@ -307,7 +307,7 @@ async def test_the_status_shows_the_line_in_order_with_what_happened_to_each(ser
     assert etas_s[0] >= 0
     assert etas_s == sorted(etas_s)
     assert (parked["form"], parked["num_tokens"] > 40) == ("cells", True)
-    assert "gives way to" in parked["story"][-1][1]
+    assert "gave its slot to" in parked["story"][-1][1]
     assert parked["story"][0][1].startswith("queued")
     assert status["paused"] == []
 

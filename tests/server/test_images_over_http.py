@@ -23,7 +23,7 @@ from stoker.images.limits import ImageLimits
 from stoker.ipc.request import IMAGE_MARKER as HERE
 from stoker.server.anthropic.messages import MessagesRequest
 from stoker.server.openai.conversation import ConversationFields
-from stoker.server.openai.responses import ResponsesRequest
+from stoker.server.openai.responses.body import ResponsesRequest
 
 SEEING = msgspec.structs.replace(INFO, has_vision=True)
 NOISE = Pillow.effect_noise((90, 60), 60).convert("RGB")

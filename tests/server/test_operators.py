@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from stand_in import HOLD, StandInRuntime
 from typer.testing import CliRunner
 
-from stoker.cli.main import app as commands
+from stoker.cli.app import app as commands
 from stoker.client.event_bus import RuntimeEvent
 from stoker.client.store.file import KeptRequest
 from stoker.errors import AuthenticationError
@@ -21,7 +21,8 @@ from stoker.ipc.request import GenerateRequest
 from stoker.ipc.status import EngineStatus, ModelStatus
 from stoker.runtime import Runtime
 from stoker.server.app import create_app, server_context
-from stoker.server.inbound.security import Access, KeyRing, is_loopback
+from stoker.server.inbound.address import is_loopback
+from stoker.server.inbound.security import Access, KeyRing
 from stoker.settings import ServerSettings
 
 START_S = 60.0
@@ -302,7 +303,7 @@ async def test_the_events_tell_a_key_of_its_own_requests_from_the_first_to_the_l
     seen = {name: {e["request_id"] for e in found if e["event"] == "request"} for name, found in told.items()}
     assert seen == {"one": {ids["one"]}, "two": {ids["two"]}, "admin": set(ids.values())}
     whats = [[e["what"] for e in told[name] if e["event"] == "request"] for name in ("one", "two")]
-    assert all(each[0] == "queued" and each[-1] == "finished" for each in whats)
+    assert all(each[0] == "arrived" and each[-1] == "finished" for each in whats)
 
 
 async def test_callers_without_keys_from_elsewhere_see_nobodys_requests():

@@ -124,7 +124,7 @@ def test_the_runtime_shows_who_runs_waits_and_stands_still_with_their_stories(sc
     assert (busy["class"], busy["story"]) == ("interactive", told)
     assert (idle["class"], idle["request_id"], idle["story"]) == (None, None, [])
     empty = {"index": 0, "model": "m", "position": None, "eta_s": None, "num_tokens": 0, "form": None}
-    empty["story"] = []
+    empty |= {"story": [], "others": [], "reason": "", "by": None}
     as_person, as_job = ({"class": name, "priority": name} for name in ("interactive", "background"))
     assert status["queue"] == [
         {**empty, "request_id": "b", **as_person, "position": 1, "eta_s": 2.5, "story": told}

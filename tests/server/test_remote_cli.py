@@ -10,8 +10,8 @@ import pytest
 from stand_in import INFO, StandInRuntime
 from typer.testing import CliRunner
 
+from stoker.cli.app import app
 from stoker.cli.commands import ps, remote
-from stoker.cli.main import app
 from stoker.errors import InsufficientMemoryError
 from stoker.ipc.request import Priority
 from stoker.ipc.status import DeviceStatus, EngineStatus, MemoryStatus, ModelStatus, SlotStatus, WaitStatus

@@ -88,6 +88,10 @@ async def test_keys_share_nothing_of_what_was_computed(connected) -> None:
     assert await num_cached(one, cache_salt="other") == 0
 
 
+SILENCE = {"type": "sound", "rate_hz": 16_000, "pcm": "AAAA" * 2000}
+LONG = SILENCE | {"rate_hz": 1, "pcm": "AAAA" * 402}
+
+
 @pytest.mark.parametrize(
     ("body", "param"),
     [
@@ -104,6 +108,9 @@ async def test_keys_share_nothing_of_what_was_computed(connected) -> None:
             {"prompt": "x", "request": {"pictures": [{"width": 5000, "height": 1, "rgb": "AAAA" * 5000}]}},
             "pictures",
         ),
+        ({"prompt": "x", "request": {"pictures": [SILENCE | {"rate_hz": 0}]}}, "audio"),
+        ({"prompt": "x", "request": {"pictures": [SILENCE] * 17}}, "pictures"),
+        ({"prompt": "x", "request": {"pictures": [LONG]}}, "pictures"),
     ],
 )
 async def test_a_request_in_the_librarys_form_is_checked_like_a_strangers(connected, body, param) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import httpx
 import msgspec
+import psutil
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from stand_in import INFO
@@ -157,6 +158,7 @@ def test_the_status_shows_models_memory_and_heat_as_the_engine_knows_them(script
         "activity": {},  # the stand-in makes no steps
         "state": "ready",
         "stage": "",
+        "num_bytes": 0,
         "fraction": 0.0,
         "bytes": {"weights": 5, "kv": 2, "compute": 1},
         "pinned": True,
@@ -174,6 +176,9 @@ def test_the_status_shows_models_memory_and_heat_as_the_engine_knows_them(script
     )
     assert status["heat"] == "serious"
     assert status["memory"] == {
+        "physical": psutil.virtual_memory().total,
+        "heat": "serious",
+        "devices": [],
         "ladder": [],
         "thresholds": {},
         "limit": 1000,
@@ -209,15 +214,18 @@ def test_each_accelerator_is_shown_and_measured(scripted, scripted_http):
     assert shown == msgspec.to_builtins([cpu, card, loading])
     text = scripted_http.get("/metrics").text
     found = sorted(
-        line.removeprefix("stoker:") for line in text.splitlines() if line.startswith("stoker:device")
+        line.removeprefix("stoker:") for line in text.splitlines() if line.startswith("stoker:device_")
     )
     assert found == [
         'device_celsius{device="CUDA1"} 44.0',
+        *(f'device_held_by_another{{device="{device}"}} 0.0' for device in ("CPU", "CUDA0", "CUDA1")),
         'device_memory_bytes{device="CUDA0",held_by="free"} 20.0',
         'device_memory_bytes{device="CUDA0",held_by="others"} 10.0',
         'device_memory_bytes{device="CUDA0",held_by="own"} 50.0',
         'device_memory_bytes{device="CUDA1",held_by="free"} 20.0',
+        *(f'device_memory_total_bytes{{device="{device}"}} 80.0' for device in ("CUDA0", "CUDA1")),
         'device_power_watts{device="CUDA0"} 3.5',
+        *(f'device_used{{device="{device}"}} 0.0' for device in ("CPU", "CUDA0", "CUDA1")),
     ]
 
 

@@ -81,10 +81,10 @@ def test_a_coding_agents_first_request_is_taken(scripted, scripted_client, tool_
     says(scripted, Admitted("x"), *(delta(char) for char in call), STOP, FINISHED)
     with scripted_client.responses.with_streaming_response.create(**AGENT) as answer:
         assert answer.headers["X-Stoker-Ignored"] == (
-            "tools.2 (web_search), tools.3 (custom), tools.4 (local_shell), tools.5 (mcp), "
-            "store, client_metadata"
+            "tools.2 (web_search), tools.3 (custom), tools.4 (local_shell), tools.5 (mcp), client_metadata"
         )
         lines = [line.removeprefix("data: ") for line in answer.iter_lines() if line.startswith("data: ")]
+    assert lines.pop() == "[DONE]"
     last = json.loads(lines[-1])
     assert last["type"] == "response.completed"
     response = Response.model_validate(last["response"])
@@ -215,7 +215,7 @@ def test_progress_of_the_prompt_is_sent_where_it_is_asked_for(scripted, scripted
         kinds = [event.type for event in stream]
         assert stream.get_final_response().output_text == "So."
     assert scripted.runtime.requests[-1].return_progress
-    assert kinds[2] == "response.prefill_progress"
+    assert kinds[2] == "stoker:prefill_progress"
 
 
 @pytest.mark.parametrize(("word", "status"), [("0", 200), ("off", 200), ("maybe", 400)])
@@ -241,7 +241,11 @@ def test_progress_is_on_or_off(scripted, scripted_http, word, status):
         ({"top_p": 2}, "top_p"),
         ({"previous_response_id": "resp_1"}, "previous_response_id"),
         ({"background": True}, "background"),
-        ({"input": [{"type": "item_reference", "id": "x"}]}, "input.0"),
+        ({"input": [{"type": "item_reference", "id": "x"}]}, "input.0.id"),
+        ({"input": [{"type": "compaction", "encrypted_content": "gAAAA"}]}, "input.0.encrypted_content"),
+        ({"truncation": "yes"}, "truncation"),
+        ({"max_tool_calls": 0}, "max_tool_calls"),
+        ({"tool_choice": {"type": "allowed_tools", "tools": []}}, "tool_choice.tools"),
     ],
 )
 def test_an_error_names_the_field_that_was_sent(scripted_http, fields, param):

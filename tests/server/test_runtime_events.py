@@ -12,7 +12,7 @@ from stoker.client.event_bus import MAX_WAITING, RuntimeEvent
 from stoker.ipc.request import Priority
 from stoker.ipc.status import RequestStatus
 from stoker.runtime import Runtime
-from stoker.server.metrics import MAX_MODELS, EndedMetrics
+from stoker.server.metrics.ended import MAX_MODELS, EndedMetrics
 
 EVENTS = "/v1/runtime/events"
 
@@ -29,7 +29,7 @@ def test_events_come_as_json_lines_in_order(scripted, scripted_http):
     scripted.runtime.told = [
         RuntimeEvent(event="snapshot", at=1.5, fields={"engine": "serving", "models": []}),
         RuntimeEvent(event="pressure", at=2.0, fields={"level": "warning", "fraction": 0.75}),
-        RuntimeEvent(event="lagged", at=3.0, fields={"dropped": 7}),
+        RuntimeEvent(event="heat", at=3.0, fields={"level": "fair"}),
     ]
     with scripted_http.stream("GET", EVENTS) as answer:
         assert answer.headers["content-type"].startswith("text/event-stream")
@@ -37,7 +37,7 @@ def test_events_come_as_json_lines_in_order(scripted, scripted_http):
         found = data_of(lines)
         assert next(found) == {"event": "snapshot", "at": 1.5, "engine": "serving", "models": []}
         assert next(found) == {"event": "pressure", "at": 2.0, "level": "warning", "fraction": 0.75}
-        assert next(found) == {"event": "lagged", "at": 3.0, "dropped": 7}
+        assert next(found) == {"event": "heat", "at": 3.0, "level": "fair"}
         assert next(line for line in lines if line) == ": keep-alive"
         scripted.call(scripted.runtime.release)
         assert [line for line in lines if line][-1] == "data: [DONE]"
@@ -45,7 +45,7 @@ def test_events_come_as_json_lines_in_order(scripted, scripted_http):
 
 def test_the_events_beat_for_the_library_whatever_the_streams_of_others_do(start_server, monkeypatch):
     """I11: a connected program takes 30 s of silence for a lost server, and `keepalive_s` may be more."""
-    monkeypatch.setattr("stoker.server.native.runtime.BEAT_S", 0.05)
+    monkeypatch.setattr("stoker.server.native.events.BEAT_S", 0.05)
     server = start_server(keepalive_s=60)
     server.ready.result(60)
     with httpx.Client(base_url=server.url, timeout=10) as http, http.stream("GET", EVENTS) as answer:
@@ -77,7 +77,7 @@ def test_what_a_request_goes_through_is_told_without_its_text(start_server):
         while not told or told[-1].get("what") != "finished":
             told.append(next(found))
     steps = [event["what"] for event in told if event["event"] == "request"]
-    assert steps[0] == "queued"
+    assert steps[0] == "arrived"
     assert "admitted" in steps
     assert told[-1]["usage"]["completion_tokens"] == 8
     assert (told[-1]["completion_tokens"], told[-1]["route"]) == (8, "/v1/completions")

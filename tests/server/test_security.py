@@ -55,6 +55,9 @@ def test_foreign_names_are_refused(hosts):
 def test_a_star_allows_every_name():
     """S4: the owner may open it."""
     HostList(["*"]).check([b"any.example"])
+    for hosts in ([], [b""], [b"a.example", b"b.example"]):
+        with pytest.raises(ForbiddenError):
+            HostList(["*"]).check(hosts)
 
 
 @given(st.binary(max_size=40))

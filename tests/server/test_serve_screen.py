@@ -16,8 +16,9 @@ import httpx
 import msgspec
 import pytest
 
-from stoker.cli.serve_screen import facts_of
+from stoker.cli.serve_screen import StatusLine, facts_of
 from stoker.ipc.model import ModelInfo
+from stoker.ipc.status import EngineHealth, EngineStatus, MemoryStatus, ModelStatus, RuntimeStatus
 from stoker.settings import EngineSettings, ServerSettings
 from terminal import Terminal
 
@@ -334,7 +335,38 @@ def test_the_block_says_whether_answers_are_repeatable_and_what_that_takes(is_re
     )
     info = msgspec.structs.replace(info, is_repeatable=is_repeatable, repeatable_cost=cost)
     service = SimpleNamespace(
-        address=("127.0.0.1", 1), context=SimpleNamespace(runtime=SimpleNamespace(models=[info]))
+        address=("127.0.0.1", 1),
+        second_port=None,
+        context=SimpleNamespace(runtime=SimpleNamespace(models=[info])),
     )
     facts = facts_of(service, EngineSettings(), ServerSettings())
     assert [text for name, text in facts if name == "repeatable"] == shown
+
+
+def test_the_line_says_what_is_loaded_and_how_warm_it_is():
+    """T12: beside who runs and waits, and where memory stands; nothing of what is as usual."""
+    status = RuntimeStatus(
+        pid=1,
+        state="serving",
+        restarts=0,
+        label="fake",
+        threads=1,
+        health=EngineHealth(state="serving"),
+        engine=EngineStatus(
+            slots=[],
+            queue=[],
+            parked=[],
+            counters={},
+            kv_cells_total=0,
+            kv_cells_used=0,
+            models=[
+                ModelStatus(id="big", state="loading", fraction=0.43),
+                ModelStatus(id="m", state="ready"),
+            ],
+            memory=MemoryStatus(limit=2**30, footprint=2**29, pressure="warning", heat="serious"),
+        ),
+    )
+    service = SimpleNamespace(context=SimpleNamespace(is_stopping=False))
+    text = StatusLine(0.0).text_of(status, service, 60.0)
+    shown = "0 running · 0 waiting · big 43% · 0 tokens/s · 512 MiB of 1 GiB · memory warning · heat serious"
+    assert text == f"{shown} · up 1 min"

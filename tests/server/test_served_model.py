@@ -84,6 +84,17 @@ def test_a_prompt_longer_than_the_context_is_refused(smollm_client):
     assert caught.value.code == "context_length_exceeded"
     assert "This model's maximum context length is 2048 tokens" in caught.value.message
     assert "4001 tokens" in caught.value.message
+    assert caught.value.param == "prompt"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_conversation_longer_than_the_context_is_refused_by_its_own_name(smollm_client, stream):
+    """S3: what is too long is `messages`; a conversation has no `prompt`."""
+    with pytest.raises(openai.BadRequestError) as caught:
+        smollm_client.chat.completions.create(
+            model="default", messages=[{"role": "user", "content": "word " * 4000}], stream=stream
+        )
+    assert (caught.value.code, caught.value.param) == ("context_length_exceeded", "messages")
 
 
 def test_a_client_that_leaves_frees_its_slot(smollm, until):

@@ -18,6 +18,17 @@ from stoker.server import streaming as delivery
 
 HELLO = [{"role": "user", "content": "Say hello"}]
 CHAT = "/v1/chat/completions"
+LLAMA_TIMINGS = {
+    "cache_n": 1,
+    "prompt_n": 2,
+    "prompt_ms": 250.0,
+    "prompt_per_token_ms": 125.0,
+    "prompt_per_second": 8.0,
+    "predicted_n": 2,
+    "predicted_ms": 125.0,
+    "predicted_per_token_ms": 125.0,
+    "predicted_per_second": 8.0,
+}
 PROGRESS = PrefillProgress(request_id="x", total=100, cached=20, processed=60, time_ms=5.5)
 
 
@@ -67,6 +78,7 @@ def test_finish_reasons_are_passed_on(scripted, scripted_http, reason):
         "prefill_ms": 250.0,
         "decode_ms": 125.0,
         "num_preemptions": 2,
+        **LLAMA_TIMINGS,
     }
     streamed = scripted_http.post(CHAT, json={"messages": HELLO, "stream": True})
     assert frames(streamed.text)[-1]["choices"][0]["finish_reason"] == reason

@@ -262,3 +262,46 @@ def test_errors_reach_the_client_of_the_messages_api(scripted, claude):
     scripted.call(lambda: scripted.runtime.scripts.append([delta("a"), NotReadyError("gone")]))
     with pytest.raises(anthropic.APIStatusError, match="gone"), claude.messages.stream(**ASK) as stream:
         stream.get_final_message()
+
+
+XML = """So:
+<tool_call>
+<function=f>
+<parameter=text>
+a {"b"}
+</parameter>
+<parameter=n>
+2
+</parameter>
+</function>
+</tool_call>"""
+TYPED = {"type": "object", "properties": {"text": {"type": "string"}, "n": {"type": "integer"}}}
+TYPED_TOOLS = [{"type": "function", "function": {"name": "f", "parameters": TYPED}}]
+
+
+def test_a_request_names_the_format_of_its_calls(scripted, reasoning_model, scripted_client):
+    """D12: in place of the template's; streamed and whole, and by the other two APIs."""
+    for _ in range(3):
+        script(scripted, XML)
+    given = {"tools": TYPED_TOOLS, "extra_body": {"tool_format": "qwen-xml"}}
+    content, calls, why = spoken(scripted_client, **given)
+    (choice,) = scripted_client.chat.completions.create(model="default", messages=HELLO, **given).choices
+    (whole,) = choice.message.tool_calls
+    assert (content, why) == ("So:", "tool_calls")
+    assert [call[1:] for call in calls] == [[whole.function.name, whole.function.arguments]]
+    assert json.loads(whole.function.arguments) == {"text": 'a {"b"}', "n": 2}
+    flat = [{"type": "function", "name": "f", "parameters": TYPED}]
+    response = scripted_client.responses.create(
+        model="default", input="Hi", tools=flat, extra_body={"tool_format": "qwen-xml"}
+    )
+    (call,) = (item for item in response.output if item.type == "function_call")
+    assert json.loads(call.arguments) == {"text": 'a {"b"}', "n": 2}
+
+
+def test_a_format_that_is_none_is_refused_by_its_name(scripted, reasoning_model, scripted_client):
+    """D12: 400 with the names that there are."""
+    with pytest.raises(openai.BadRequestError, match="harmony, hermes") as caught:
+        scripted_client.chat.completions.create(
+            model="default", messages=HELLO, extra_body={"tool_format": "morse"}
+        )
+    assert caught.value.param == "tool_format"

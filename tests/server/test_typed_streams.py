@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 
+import httpx
 import msgspec
 import pytest
 import stand_in
@@ -47,6 +48,8 @@ def events_of(scripted, http, route, body, steps):
     with http.stream("POST", route, json={"model": "default", **body}) as answer:
         assert answer.status_code == 200
         frames = [frame for frame in answer.read().decode().split("\n\n") if frame and frame[0] != ":"]
+    if route == "/v1/responses":  # Open Responses wants it, whatever the end is
+        assert frames.pop() == "data: [DONE]"
     found = []
     for frame in frames:
         name, data = frame.split("\n")
@@ -102,6 +105,22 @@ def test_every_event_of_a_message_is_as_its_client_declares_it(scripted, scripte
     stop = events[-2][1]["delta"]["stop_reason"]
     calls = text.count("</tool_call>")
     assert stop == ("max_tokens" if reason is FinishReason.LENGTH else "tool_use" if calls else "end_turn")
+
+
+@pytest.mark.parametrize(
+    ("headers", "name"),
+    [({}, "response.reasoning_text"), ({"OpenResponses-Version": "latest"}, "response.reasoning")],
+)
+def test_events_of_reasoning_have_the_names_that_their_reader_knows(scripted, scripted_http, headers, name):
+    """W10: OpenAI's, or with the specification's header those of the specification; nothing else differs."""
+    script = characters("<think>Hm.</think>Yes.", FinishReason.STOP)
+    with httpx.Client(base_url=scripted_http.base_url, headers=headers) as reader:
+        events = events_of(scripted, reader, "/v1/responses", RESPONSE, script)
+    told = [data for kind, data in events if kind == f"{name}.delta"]
+    assert "".join(data["delta"] for data in told) == "Hm."
+    assert [data["text"] for kind, data in events if kind == f"{name}.done"] == ["Hm."]
+    assert {kind for kind, _ in events if "reasoning" in kind} == {f"{name}.delta", f"{name}.done"}
+    assert events[-1][1]["response"]["output"][0]["content"][0]["type"] == "reasoning_text"
 
 
 def test_a_failure_within_a_stream_is_an_event_of_its_api(scripted, scripted_http):

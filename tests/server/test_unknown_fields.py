@@ -88,6 +88,22 @@ def test_the_log_tells_of_each_once_and_of_so_many_in_all(start_server, caplog, 
     assert len(told) == 3
 
 
+def test_a_strict_server_refuses_it(start_server):
+    """W3: by its path, with the field that may have been meant; a body without one is served."""
+    server = start_server(strict=True)
+    server.ready.result(60)
+    with httpx.Client(base_url=server.url, timeout=60) as client:
+        for path in STREAMED:
+            answer = client.post(path, json=BODIES[path] | {"temperatur": 1})
+            error = answer.json()["error"]
+            assert (answer.status_code, error["param"]) == (400, "temperatur")
+            assert "did you mean 'temperature'?" in error["message"]
+            assert client.post(path, json=BODIES[path]).status_code == 200
+        nested = BODIES["/v1/completions"] | {"stream_options": {"includ_usage": True}}
+        answer = client.post("/v1/completions", json=nested)
+        assert answer.json()["error"]["param"] == "stream_options.includ_usage"
+
+
 def test_the_class_has_its_own_name(client):
     """Q1, I7: `priority` as in the library; the numbers of others are taken and change nothing."""
     path, body = "/v1/chat/completions", BODIES["/v1/chat/completions"]

@@ -15,7 +15,7 @@ def plan_of(*items: tuple[int, int, int]) -> BatchPlan:
 
 def told(found: list[Pass]) -> list[tuple[object, list[int], tuple[int, ...]]]:
     """Set, sequences and rows of each pass."""
-    return [(each.adapters, [item.seq for item in each.plan.items], each.rows) for each in found]
+    return [(each.adapters, [item.seq for item in each.plan.items], tuple(each.rows)) for each in found]
 
 
 def test_one_set_is_one_pass_in_the_plans_own_order() -> None:
@@ -23,7 +23,7 @@ def test_one_set_is_one_pass_in_the_plans_own_order() -> None:
     plan = plan_of((3, 7, 1), (1, 7, 2), (2, 7, 0))
     for current in (NONE, RED):
         (found,) = passes(plan, {}, current, range(len(plan.items)))
-        assert (found.adapters, found.plan, found.rows) == (NONE, plan, (0, 1, 2))
+        assert (found.adapters, found.plan, tuple(found.rows)) == (NONE, plan, (0, 1, 2))
 
 
 def test_each_set_is_one_pass_and_its_rows_know_their_places() -> None:

@@ -30,9 +30,11 @@ def replay_of(*request_ids: str, asked: GenerateRequest = PERSON) -> Replay:
 
 
 def admit(replay: Replay, *request_ids: str) -> None:
-    """The engine gives these a slot."""
-    for request_id in request_ids:
-        replay.record(Admitted(request_id))
+    """The engine gives all choices of these a slot."""
+    for live in replay:
+        if live.request_id in request_ids:
+            for index in range(live.request.n):
+                replay.record(Admitted(live.request_id, index=index))
 
 
 def park(replay: Replay, request_id: str, index: int = 0) -> None:

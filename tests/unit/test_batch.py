@@ -135,9 +135,12 @@ async def test_a_prompt_that_fails_has_its_error_in_its_place(runtime: Runtime):
     assert told[-1].eta_s == 0.0
 
 
-async def test_an_id_that_is_in_use_is_the_error_of_its_prompt_alone(runtime: Runtime):
+async def test_an_id_that_is_in_use_is_the_error_of_its_prompt_alone():
     """I8: each prompt has an id of its own, so the others are answered."""
-    async with aclosing(runtime.generate("a", request_id="job-1", max_tokens=900)) as other:
+    async with (
+        Runtime(f"{FAKE},step_delay_s=0.01") as runtime,
+        aclosing(runtime.generate("a", request_id="job-1", max_tokens=900)) as other,
+    ):
         await anext(other)
         answers = await runtime.batch(["a", "b", "c"], request_id="job", max_tokens=2)
     assert [answer.error is None for answer in answers] == [True, False, True]

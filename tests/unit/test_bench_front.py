@@ -57,3 +57,16 @@ def test_the_front_is_measured_with_an_engine_that_computes_nothing(
     assert found["asked_per_s"] == 4000
     assert 0 < found["tokens_per_s"] < 40_000
     assert found["first_token_ms"] > 0
+
+
+def test_the_front_is_measured_before_the_real_engine_where_a_model_is_named(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """S2: the streams are chats, as many crowds are read as were asked for, what requests cost is apart."""
+    monkeypatch.setattr(front_load, "NUM_CROWDS", 1)
+    command = ["--model", "fake:id=front", "--streams", "2", "--tokens", "20", "--repeat", "3", "--json"]
+    assert front_load.main(command) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["asked_per_s"] == 0
+    assert found["tokens_per_s"] > 0
+    assert found["request_us"] > found["front_us"]

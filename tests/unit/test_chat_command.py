@@ -12,10 +12,10 @@ from prompt_toolkit.completion import CompleteEvent
 from prompt_toolkit.document import Document
 from typer.testing import CliRunner
 
+from stoker.cli.app import app
 from stoker.cli.chat.commands import CommandCompleter, typed
 from stoker.cli.chat.loop import ChatLoop
 from stoker.cli.chat.session import ChatReply
-from stoker.cli.main import app
 
 
 @pytest.fixture(autouse=True)

@@ -15,12 +15,14 @@ from planning import planned_chat
 from stoker import Runtime
 from stoker.chat.answer import AnswerForm
 from stoker.chat.reasoning import THINK
-from stoker.chat.tools.tools import HERMES
+from stoker.chat.tools.formats.hermes import HERMES
+from stoker.chat.tools.formats.table import FORMATS
 from stoker.client.requests.stream import TextDelta, ToolCall
 from stoker.client.requests.table import RequestTable
 from stoker.client.store.file import KeptFile, KeptFolder
 from stoker.errors import InvalidRequestError
 from stoker.ipc.commands import Submit
+from stoker.ipc.constraint import Constraint, ConstraintKind
 from stoker.ipc.model import ModelInfo
 from stoker.ipc.request import FinishReason, GenerateRequest
 from stoker.ipc.usage import Usage
@@ -59,6 +61,21 @@ async def test_calls_come_whole_and_reasoning_apart(pieces: list[str]) -> None:
     assert deltas[-1].usage is not None
     assert sum(len(delta.token_ids) for delta in deltas) == len(pieces) - 1
     assert all(delta.text or delta.reasoning or delta.tool_calls for delta in deltas[:-1])
+
+
+@pytest.mark.parametrize("name", [one.name for one in FORMATS])
+async def test_a_forced_call_validates_in_every_format(name: str) -> None:
+    """SPEC D12, D2: from a model that knows nothing, streamed a token at a time."""
+    async with stoker.Runtime(FAKE, isolation="thread") as runtime:
+        answer = runtime.chat(
+            HELLO, tools=TOOLS, tool_choice=NAMED, tool_format=name, max_tokens=600, seed=3, temperature=0.5
+        )
+        deltas = [delta async for delta in answer]
+    (call,) = [call for delta in deltas for call in delta.tool_calls]
+    arguments = json.loads(call.arguments)
+    assert call.name == "look"
+    jsonschema.validate(arguments, SCHEMA)
+    assert "".join(delta.text for delta in deltas) == ""
 
 
 async def test_what_began_as_a_call_and_was_none_is_text() -> None:
@@ -137,6 +154,38 @@ def test_the_form_of_an_answer_is_kept_with_its_request() -> None:
     assert form_of(plan.fields({})["note"]) == plan.form == AnswerForm(HERMES, ("look",), THINK)
     assert planned_chat(info(CHATML), HELLO).fields({})["note"] == b""
     assert [form_of(note) for note in (b"", b"\xc1", b"\x01")] == [PLAIN] * 3
+
+
+def test_the_types_of_arguments_are_kept_with_a_request() -> None:
+    """SPEC D12: a call whose text does not tell them is read the same after a restart."""
+    template = "{{ tools }}<function=f><parameter=a>{% for m in messages %}{{ m.content }}{% endfor %}"
+    plan = planned_chat(info(template), HELLO, offer_of(TOOLS))
+    form = form_of(plan.fields({})["note"])
+    assert form == plan.form
+    assert form.texts == {"look": {"city": ()}}
+
+
+def test_a_models_format_holds_where_a_request_names_none() -> None:
+    """SPEC D12: the request, then the model's setting, then the template."""
+    model = msgspec.structs.replace(info(CHATML), tool_format="kimi")
+    for asked, name in ((None, "kimi"), ("glm", "glm")):
+        syntax = planned_chat(model, HELLO, offer_of(TOOLS, tool_format=asked)).form.syntax
+        assert syntax is not None
+        assert syntax.name == name
+
+
+HARMONY = "{{ tools }}<|channel|><|message|>{% for m in messages %}{{ m.content }}{% endfor %}"
+FORMAT = Constraint(kind=ConstraintKind.JSON_SCHEMA, source="{}", asked_as="response_format")
+
+
+def test_a_constraint_of_an_answer_of_messages_begins_in_the_last_one() -> None:
+    """SPEC D12: a format behind the header of the answer, a forced call behind what may be reasoning."""
+    plan = planned_chat(info(HARMONY), HELLO)
+    held = plan.fields({"constraint": FORMAT})["constraint"]
+    assert (held.reasoning_start, held.reasoning_end) == ("", "<|channel|>final<|message|>")
+    forced = planned_chat(info(HARMONY), HELLO, offer_of(TOOLS, "required")).fields({})["constraint"]
+    assert (forced.reasoning_start, forced.reasoning_end) == ("<|channel|>analysis<|message|>", "<|end|>")
+    assert {"<|channel|>", "<|message|>", "<|call|>"} <= set(plan.fields({})["spelled"])
 
 
 async def test_a_kept_request_shows_its_note(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from stoker.backends.fake.backend import FakeBackend
 from stoker.backends.fake.vocabulary import FakeVocabulary
 from stoker.backends.protocol.backend import BatchPlan, PlanItem
 from stoker.cache.prefix_cache import CacheLimits, PrefixCache
-from stoker.cli.main import app
+from stoker.cli.app import app
 from stoker.engine.jobs.prepare import prepare
 from stoker.engine.jobs.table import JobTable
 from stoker.engine.runners.slots import SlotRunner

@@ -18,8 +18,8 @@ from typer.testing import CliRunner
 
 from stoker.chat.template import ChatTemplate
 from stoker.cli import download, logs, session
+from stoker.cli.app import app
 from stoker.cli.commands import doctor
-from stoker.cli.main import app
 from stoker.cli.session import Activity
 from stoker.client.requests.stream import TextDelta, text_deltas
 from stoker.errors import DownloadError, ModelFileError
@@ -242,7 +242,7 @@ def test_ctrl_c_ends_run_with_130(runtime: RuntimeStandIn) -> None:
 def test_a_closed_pipe_ends_run_quietly() -> None:
     """I1: `stoker run ... | head -1` leaves no traceback."""
     code = (
-        "import sys\nfrom tests.unit.test_cli import RuntimeStandIn\nfrom stoker.cli.main import app\n"
+        "import sys\nfrom tests.unit.test_cli import RuntimeStandIn\nfrom stoker.cli.app import app\n"
         "sys.argv = ['stoker', 'run', 'Hi']\napp(obj=RuntimeStandIn())"
     )
     reading, writing = os.pipe()
@@ -521,7 +521,7 @@ def test_help_names_the_commands_and_loads_nothing_heavy() -> None:
     """SPEC I1: the commands that exist, at once."""
     heavy = {"fastapi", "huggingface_hub", "llama_cpp", "prompt_toolkit", "uvicorn"}
     code = (
-        "import sys\nfrom stoker.cli.main import app\n"
+        "import sys\nfrom stoker.cli.app import app\n"
         "try:\n    app(['--help'])\nexcept SystemExit:\n    pass\n"
         f"print('heavy:', [name for name in sys.modules if name in {heavy!r}])"
     )

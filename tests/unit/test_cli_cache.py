@@ -8,7 +8,7 @@ from typer.testing import CliRunner
 from stoker.cache.disk.files import PrefixFolder
 from stoker.cache.disk.prefix_file import NewPrefix
 from stoker.cache.radix import key_of
-from stoker.cli.main import app
+from stoker.cli.app import app
 
 PAYLOAD = bytes(2000)
 

@@ -16,8 +16,8 @@ from typer.testing import CliRunner
 
 from stoker.backends.device import Device, DeviceMemory
 from stoker.backends.llama import binding
+from stoker.cli.app import app
 from stoker.cli.commands import plan
-from stoker.cli.main import app
 from stoker.ipc.model import ModelSpec
 from stoker.machine import limits
 from stoker.machine.limits import MemoryLimits

@@ -54,7 +54,7 @@ class Device:
         self.steps.append({part.sequence.key.request_id: len(part.item.tokens) for part in plan.parts})
         self.scheduler.cost.learn(plan.num_tokens, took_s)
         self.scheduler.computed(plan, self.now)
-        self.scheduler.note_step()
+        self.scheduler.note_steps()
         for part in plan.parts:
             if part.sequence.num_pending == 0:
                 self._draw(part.sequence)

@@ -114,7 +114,7 @@ def test_a_model_that_takes_long_to_guess_is_asked_for_less():
 
 @pytest.mark.parametrize("slower", [1.0, 4.0, 12.0])
 def test_somebody_who_reads_waits_for_no_step_much_longer_than_a_plain_one(slower):
-    """SPEC D11: 60 ms, or two plain steps on a machine where these are slow; a job's steps are not bound."""
+    """SPEC D11: 30 ms, or two plain steps on a machine where these are slow; a job's steps are not bound."""
     curve, odds = CURVES["processor"], Acceptance(0.99, 0.99)
     draft_length = DraftLength(cost := measured(curve))
     for _ in range(40):

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from stoker.errors import ModelFileError, UnsupportedError
 from stoker.ipc.model import ModelClass
-from stoker.models.gguf.bounded_file import GgufArray
+from stoker.models.gguf.bounded_file import BoundedFile, GgufArray
 from stoker.models.gguf.header import read_header
 from stoker.models.gguf.tensor_types import TENSOR_TYPES
 from tiny_models import (
@@ -49,6 +49,27 @@ def refused(path: Path, pattern: str) -> None:
         read_header(path)
     assert str(path) in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+def test_a_vocabulary_is_walked_over_once_though_merges_follow_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """SPEC L10, R1: it is looked at again behind them; a walk takes 40 ms for 150,000 tokens."""
+    walked: list[str] = []
+    walk = BoundedFile._read_strings
+
+    def counted(file: BoundedFile, length: int, what: str) -> list[bytes]:
+        walked.append(what)
+        return walk(file, length, what)
+
+    monkeypatch.setattr(BoundedFile, "_read_strings", counted)
+    tokens = [*TOKENS, *(f"word{number}" for number in range(2000))]
+    merges = [f"a b{number}" for number in range(2000)]
+    path = write_tiny(tmp_path / "t.gguf", tokens=tokens, changes={"tokenizer.ggml.merges": merges})
+    assert read_header(path).token_text(len(tokens) - 1) == "word1999"
+    in_header = [what for what in walked if "merges" in what or "tokens" in what][:2]
+    assert in_header == ["tokenizer.ggml.tokens", "tokenizer.ggml.merges"]
+    assert len(walked) == 3, "the last is the token's own, of a file opened anew"
 
 
 def test_a_header_tells_what_the_file_holds(tmp_path: Path) -> None:

@@ -22,7 +22,7 @@ def test_serious_heat_holds_background_and_refuses_loads_with_the_reason(make, c
     machine.until_tokens("job", 20)
     machine.feel_heat(Heat.SERIOUS)
     machine.turn()
-    assert [e.reason for e in machine.of(Parked, "job")] == ["the machine is hot"]
+    assert [e.reason for e in machine.of(Parked, "job")] == ["heat: background waits"]
     for name in ("x", "y"):
         machine.submit(name, "b")
         machine.run(name)

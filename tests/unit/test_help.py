@@ -14,8 +14,8 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
+from stoker.cli.app import app
 from stoker.cli.exits import MEANINGS
-from stoker.cli.main import app
 from terminal import Terminal
 
 EXIT_CODES = Path(__file__).parents[2] / "docs" / "exit-codes.md"

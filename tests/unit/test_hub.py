@@ -6,8 +6,8 @@ import sys
 from typing import TYPE_CHECKING
 
 import pytest
-from hub_stand_in import HubStandIn
 
+from hub_stand_in import HubStandIn
 from stoker.errors import DownloadError, InvalidRequestError, MachineSetupError, ModelNotFoundError
 from stoker.models.hub.downloads import HubReference
 from stoker.models.hub.hub import PullRequest, pull

@@ -17,6 +17,7 @@ SOURCE = Path(stoker.__file__).parent
 BASE = {"errors", "wording", "private", "native_crash", "base64_text", "json_size"}
 ALLOWED = {
     "": {
+        "audio",
         "errors",
         "events",
         "images",
@@ -37,7 +38,8 @@ ALLOWED = {
     "base64_text": set[str](),
     "json_size": set[str](),
     "setting_fields": {"errors", "wording"},
-    "settings": {"errors", "wording", "setting_fields"},
+    "site_settings": {"errors", "wording", "setting_fields", "ipc"},
+    "settings": {"errors", "wording", "setting_fields", "site_settings"},
     "ipc": {"errors"},
     # ---- what the engine is made of
     "machine": BASE,
@@ -59,29 +61,33 @@ ALLOWED = {
     | {"backends.device", "cache", "kv", "scheduler", "grammar", "sampling", "speculation"},
     # ---- what the caller's process is made of
     "chat": {"errors", "json_size"},
-    "images": BASE | {"ipc", "settings", "machine"},
+    "audio": BASE | {"ipc", "settings"},
+    "images": BASE | {"ipc", "settings", "machine", "audio"},
     "power": {"errors"},
     "client.worker": {"errors", "wording", "ipc", "chat", "grammar"},
     "client": BASE
-    | {"ipc", "settings", "chat", "images", "machine", "models", "models.store", "backends.registry"}
-    | {"client.worker"},
+    | {"ipc", "settings", "site_settings", "chat", "audio", "images", "machine", "models", "models.store"}
+    | {"backends.registry", "client.worker"},
     "tasks": {
         "errors",
         "ipc",
         "settings",
         "setting_fields",
+        "site_settings",
         "chat",
+        "audio",
         "images",
         "models",
         "client",
         "client.worker",
     },
-    "remote": {"errors", "ipc", "settings", "chat", "images", "models", "client", "tasks"},
+    "remote": {"errors", "ipc", "settings", "chat", "audio", "images", "models", "client", "tasks"},
     "runtime": {
         "errors",
         "ipc",
         "settings",
         "chat",
+        "audio",
         "images",
         "client",
         "tasks",
@@ -96,7 +102,9 @@ ALLOWED = {
         "ipc",
         "settings",
         "setting_fields",
+        "site_settings",
         "chat",
+        "audio",
         "images",
         "power",
         "client",
@@ -105,7 +113,20 @@ ALLOWED = {
         "runtime",
     },
     "cli": BASE
-    | {"", "ipc", "settings", "cache", "chat", "images", "machine", "models", "models.store", "backends"}
+    | {
+        "",
+        "ipc",
+        "settings",
+        "site_settings",
+        "cache",
+        "chat",
+        "audio",
+        "images",
+        "machine",
+        "models",
+        "models.store",
+        "backends",
+    }
     | {"backends.device", "backends.registry", "client", "tasks", "runtime", "remote", "server"},
 }
 # Policy is pure: time arrives as an argument, effects leave as values.
@@ -202,7 +223,7 @@ def test_policy_reads_no_clock_and_has_no_effects() -> None:
 def test_the_front_loads_no_native_code() -> None:
     """The client survives anything the engine does: it imports no bindings, nor the engine."""
     code = (
-        "import sys, stoker, stoker.runtime, stoker.sync, stoker.cli.main, stoker.server.serve\n"
+        "import sys, stoker, stoker.runtime, stoker.sync, stoker.cli.app, stoker.server.serve\n"
         f"print([name for name in sys.modules if name in {NATIVE | {'stoker.engine'}!r}])"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

@@ -456,3 +456,10 @@ def test_make_run_asks_at_temperature_0_and_says_on_what_it_computed(
     )
     assert "run|--temperature|0|--|It's 'so'" in done.stdout.splitlines()
     assert done.stderr.splitlines()[-1] == f"computed on {PLAIN}"
+
+
+def test_what_the_install_asks_of_the_package_is_there(install: ModuleType) -> None:
+    """Its last line is the package's own word; where that fails it says that llama.cpp does not load (D1)."""
+    asked = [sys.executable, "-c", install.COMPUTES_ON]
+    done = subprocess.run(asked, capture_output=True, text=True, check=True)
+    assert done.stdout.startswith("llama.cpp · ")

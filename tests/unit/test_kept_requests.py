@@ -174,6 +174,8 @@ def test_files_that_were_put_aside_are_bounded(tmp_path: Path, monkeypatch: pyte
 class Nowhere:
     """No engine."""
 
+    absence = "there is none"
+
     def send(self, command: object) -> None:
         """Nothing hears it."""
 

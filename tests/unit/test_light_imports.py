@@ -17,7 +17,8 @@ load_native()
 import stoker.engine.loop, stoker.backends.llama.backend
 """
 WORKER = "import stoker.client.worker.jobs"
-COMMAND = "import stoker.cli.main"
+COMMAND = "import stoker.cli.app"
+BEFORE_A_COMMAND = "import stoker.cli.main, stoker.client.process.child"
 WITHOUT_A_BUS = """
 import asyncio, os, pathlib
 from stoker.power import sleep
@@ -25,7 +26,7 @@ sleep.BUS_SOCKET = pathlib.Path("/dev/null/none")
 os.environ.pop(sleep.BUS_VARIABLE, None)
 asyncio.run(sleep.SleepWatch(None).run())
 """
-SERVER = "import stoker.cli.main, stoker.cli.serve_screen, stoker.server.service"
+SERVER = "import stoker.cli.app, stoker.cli.serve_screen, stoker.server.service"
 FRONT = {"fastapi", "starlette", "uvicorn", "httpx", "pydantic", "pydantic_settings", "typer", "rich"}
 SETTINGS = {"pydantic", "pydantic_settings", "typer"}
 RARE = {"PIL", "jinja2", "safetensors", "rich", "prompt_toolkit", "huggingface_hub"}
@@ -48,10 +49,11 @@ def loaded_by(program: str) -> set[str]:
         ),
         (WORKER, FRONT | {"PIL", "numpy", "psutil", "safetensors"}),
         ("import stoker", FRONT | {"PIL", "numpy", "msgspec"}),
+        (BEFORE_A_COMMAND, FRONT | RARE | {"asyncio", "msgspec", "numpy"}),
         (COMMAND, FRONT - SETTINGS | RARE | {"jsonschema", "numpy"}),
         (
             "import stoker.runtime, stoker.server.serve",
-            {"fastapi", "uvicorn", "httpx", "jsonschema", "numpy"} | RARE,
+            {"fastapi", "starlette", "uvicorn", "httpx", "jsonschema", "numpy"} | RARE,
         ),
         (WITHOUT_A_BUS, {"dbus_fast"}),
         (SERVER, {"httpx", "jsonschema", "numpy"} | RARE),
@@ -60,6 +62,7 @@ def loaded_by(program: str) -> set[str]:
         "engine",
         "worker",
         "library",
+        "before a command",
         "command",
         "server until models load",
         "machine without a bus",

@@ -14,7 +14,7 @@ from stoker.kv.cells import SchedulerLimits
 from stoker.kv.sequence import Sequence, SequenceKey
 from stoker.machine.ledger import Ledger
 from stoker.scheduler.cost import MOST_TIMES, UNMEASURED_TOKENS, Slowdown, StepCost
-from stoker.scheduler.plan import NEARLY_A_TILE, TILE_TOKENS, StepBudget
+from stoker.scheduler.plan import STRETCH, STRETCHED_TOKENS, TILE_TOKENS, StepBudget
 from stoker.scheduler.scheduler import Scheduler
 
 FIXED_S, TOKEN_S = 0.008, 1 / 300
@@ -67,7 +67,7 @@ class Machine:
         if self.slower == 1.0 or not cost.knows(plan.num_tokens):
             cost.learn(plan.num_tokens, took_s)
         self.scheduler.computed(plan, self.now)
-        self.scheduler.note_step()
+        self.scheduler.note_steps()
         for sequence in [part.sequence for part in plan.parts if part.sequence.num_pending == 0]:
             self.first_s.setdefault(sequence.key.request_id, self.now - sequence.arrival_s)
             sequence.tokens.append(7)
@@ -99,7 +99,7 @@ def test_a_lone_prompt_comes_in_steps_that_are_not_long(policy, fields):
     machine = warmed(policy=policy, max_prompt_rows=600)
     machine.enter("long", 3900, **fields)
     took_s = machine.run()
-    assert max(took_s) <= NEARLY * MAX_S
+    assert max(took_s) <= NEARLY * MAX_S * STRETCH
     assert sum(took_s) <= 1.1 * 3900 * TOKEN_S + 4 * (FIXED_S + TOKEN_S)
 
 
@@ -137,7 +137,7 @@ def test_a_machine_that_is_free_again_has_its_large_slices_back_at_once():
     machine.slower = 1.0
     for _ in range(6):
         machine.step()
-    assert machine.steps[-1]["long"] == TILE_TOKENS
+    assert machine.steps[-1]["long"] == STRETCHED_TOKENS
 
 
 def test_a_question_beside_a_long_prompt_on_a_busy_machine_is_answered_soon():
@@ -160,15 +160,16 @@ def test_slices_follow_a_context_that_makes_each_token_slower():
     machine.depth_s = 2 * TOKEN_S / 8000
     machine.enter("long", 8000)
     took_s = machine.run()
-    assert max(took_s) <= 1.05 * MAX_S * TILE_TOKENS / NEARLY_A_TILE
+    # the time of two tiles was measured earlier in the prompt than that of one
+    assert max(took_s) <= 1.25 * MAX_S * STRETCH
     assert took_s[-20] < 1.05 * MAX_S
 
 
 @pytest.mark.parametrize(
-    ("token_s", "expected"), [(1 / 1000, 384), (1 / 300, 64), (1 / 130, 64), (1 / 90, 33)]
+    ("token_s", "expected"), [(1 / 1000, 384), (1 / 300, 128), (1 / 200, 64), (1 / 130, 64), (1 / 90, 33)]
 )
 def test_a_prompt_that_time_cuts_comes_in_whole_tiles(token_s, expected):
-    """SPEC Q23: attention is computed for 64 tokens at once; nearly a tile is a whole one."""
+    """SPEC Q23: attention is computed for 64 tokens at once; a third more time completes one or two."""
     cost = StepCost()
     for num_tokens in (1, 8, 32, 64, 512):
         cost.learn(num_tokens, FIXED_S + num_tokens * token_s)
@@ -183,8 +184,8 @@ def test_the_first_steps_of_a_model_are_small():
     machine.enter("long", 3900)
     took_s = machine.run()
     assert machine.steps[0] == {"long": UNMEASURED_TOKENS}
-    assert max(took_s) <= NEARLY * MAX_S
-    assert len(took_s) <= 3900 / TILE_TOKENS + 5
+    assert max(took_s) <= NEARLY * MAX_S * STRETCH
+    assert len(took_s) <= 3900 / STRETCHED_TOKENS + 5
 
 
 def test_rows_that_decode_are_not_cut_for_it():
@@ -230,12 +231,33 @@ def test_steps_on_a_busy_machine_tell_how_slow_it_is_and_not_what_steps_cost():
     model.is_cold = True
     timer.close()
     governor = SimpleNamespace(is_disturbed=False)
-    timer._controller = SimpleNamespace(governor=governor, end=lambda *_: None, close=lambda: None)
-    timer.learn(model, 100, 60.0)
+    timer._controller = SimpleNamespace(
+        governor=governor, stop=lambda: (0.0, 0.0, 0.0), judge=lambda *_: None, close=lambda: None
+    )
+
+    def learn(took_s: float) -> None:
+        timer.note(model, 100, took_s)
+        assert timer.is_behind, "a long step waits to be learned from"
+        timer.learn()
+
+    learn(60.0)
     assert cost.predict(100) is None
-    timer.learn(model, 100, 0.3)
+    learn(0.3)
     governor.is_disturbed = True
-    timer.learn(model, 100, 2.7)
+    learn(2.7)
     assert cost.predict(100) == pytest.approx(0.3)
     assert cost.tokens_now(MAX_S, 512) == pytest.approx(100 * MAX_S / 2.7, abs=1)
     assert cost.tokens_within(MAX_S, 512) == 133
+
+
+def test_a_step_of_a_size_not_met_before_is_learned_from_at_once():
+    """SPEC Q26: what follows a first short prompt would else be cut as if nothing were known."""
+    timer, cost = StepTimer(Stopwatch(10.0)), StepCost()
+    model = timer.join(FakeBackend(), cost)
+    timer.note(model, 20, 0.001)
+    assert timer.is_behind
+    timer.learn()
+    timer.note(model, 21, 0.001)
+    assert not timer.is_behind, "its rank is known"
+    timer.note(model, 200, 0.001)
+    assert timer.is_behind

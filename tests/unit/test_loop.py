@@ -9,8 +9,8 @@ import pytest
 from stoker.backends.fake.backend import FakeBackend
 from stoker.backends.protocol.backend import BatchPlan, PlanItem
 from stoker.client.process.transport import config_of
-from stoker.engine.inbox import Inbox
-from stoker.engine.loop import EngineLoop
+from stoker.engine.loop import TEND_EVERY_S, EngineLoop
+from stoker.engine.process import EngineInThread
 from stoker.errors import PoolFullError
 from stoker.ipc.commands import Cancel, Detokenize, GetStatus, LoadModel, Shutdown, Submit, Tokenize
 from stoker.ipc.events import (
@@ -39,10 +39,11 @@ class Engine:
 
     def __init__(self, path="fake:eog_period=0", settings=None, **spec):
         self.events = []
-        self.inbox = Inbox()
         config = config_of(settings or EngineSettings(isolation="thread"))
+        front = EngineInThread(self.events.extend, config)
+        self.inbox, self.put = front._inbox, front.put
         self.loop = EngineLoop(self.inbox, self.events.extend, config)
-        self.inbox.put(LoadModel(ModelSpec(**{"id": "m", "path": path, "n_ctx": 512} | spec)))
+        self.put(LoadModel(ModelSpec(**{"id": "m", "path": path, "n_ctx": 512} | spec)))
         self.until(lambda: self.of(ModelState)[-1:] and self.of(ModelState)[-1].state != "loading")
 
     def of(self, kind, request_id=None):
@@ -58,14 +59,15 @@ class Engine:
         for _ in range(turns):
             if is_done():
                 return
-            self.loop.turn(0 if self.loop._runners.has_work else 5)
+            due_s = self.loop._wait_s()
+            self.loop.turn(0.5 if due_s is None else min(due_s, 0.5))
         pytest.fail(f"not reached in {turns} turns: {self.events[-5:]}")
 
     def submit(self, request_id, **fields):
         """Submit a greedy request of eight tokens, unless `fields` say otherwise."""
         extra = {name: fields.pop(name) for name in ("generated", "is_finished") if name in fields}
         request = GenerateRequest(**{"model": "m", "sampling": GREEDY, "max_tokens": 8} | fields)
-        self.inbox.put(Submit(request_id=request_id, request=request, **extra))
+        self.put(Submit(request_id=request_id, request=request, **extra))
 
     def run(self, *request_ids):
         """Turn until each of these has ended."""
@@ -316,7 +318,7 @@ def test_a_device_is_leased_measured_and_named(tmp_path):
     error = second.of(ModelState)[-1].error
     assert error.code == "device_busy"
     assert error.message.startswith(f"process {os.getpid()} (model m) holds the device Fake Card; ")
-    cpu, seen = second.loop._status().devices
+    cpu, seen = second.loop._report.status(0).devices
     assert (cpu.id, cpu.is_used, cpu.total) == ("CPU", True, 0)
     assert (seen.is_used, seen.held_by) == (False, f"process {os.getpid()} (model m)")
     for engine in (first, second):
@@ -333,7 +335,7 @@ def test_two_engines_share_a_device_where_the_settings_say_so(tmp_path):
     settings = EngineSettings(isolation="thread", cache_dir=tmp_path, device_lease=False)
     first, second = (Engine("fake:device=Shared", settings=settings) for _ in range(2))
     assert [engine.of(ModelState)[-1].state for engine in (first, second)] == ["ready", "ready"]
-    (shown,) = first.loop._status().devices
+    (shown,) = first.loop._report.status(0).devices
     assert (shown.own, shown.others, shown.held_by) == (shown.others, shown.own, "")
     assert shown.own > 0
     assert not (tmp_path / "devices").exists()
@@ -458,3 +460,39 @@ def test_a_small_machine_gives_freed_memory_back_after_each_burst_of_work(engine
         for _ in range(3):
             engine.loop.turn(0)
         assert len(trims) == number * is_eager
+
+
+def test_between_short_steps_only_what_the_next_one_needs_is_done(engine, monkeypatch):
+    """Q26: what is due by time alone is looked at now and then, and at once where a request comes or ends."""
+    loop, tended = engine.loop, []
+    engine.submit("r", prompt=tuple(b"abc"), max_tokens=400)
+    engine.until(lambda: len(engine.tokens("r")) > 3)
+    now, tend = [loop._clock.now() + TEND_EVERY_S], loop._residency.tend
+    monkeypatch.setattr(loop._clock, "now", lambda: now[0])
+    monkeypatch.setattr(loop._residency, "tend", lambda at: (tended.append(at), tend(at))[1])
+    loop.turn(0)
+    tended.clear()
+    for _ in range(20):
+        loop.turn(0)
+    assert not tended
+    now[0] += TEND_EVERY_S
+    loop.turn(0)
+    assert tended == now
+    engine.submit("s", prompt=tuple(b"abd"), max_tokens=4)
+    loop.turn(0)
+    assert len(tended) == 2, "a request has come"
+    engine.run("s")
+    loop.turn(0)
+    assert tended[-1] == now[0]
+    assert engine.of(Finished, "s")
+
+
+def test_a_deadline_passes_beside_steps_that_take_no_time(engine, monkeypatch):
+    """Q6, Q26."""
+    loop, now = engine.loop, [engine.loop._clock.now()]
+    monkeypatch.setattr(loop._clock, "now", lambda: now[0])
+    engine.submit("r", prompt=tuple(b"abc"), max_tokens=400, timeout_s=5.0)
+    engine.until(lambda: len(engine.tokens("r")) > 3)
+    now[0] += 6.0
+    engine.run("r")
+    assert engine.of(Failed, "r")[0].error.code == "request_timeout"

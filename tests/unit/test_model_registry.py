@@ -68,6 +68,19 @@ def test_every_model_is_served_before_it_is_loaded() -> None:
         registry.resolve("c")
 
 
+def test_a_model_that_is_served_later_is_loaded_by_no_engine_until_it_is_asked_for() -> None:
+    """N8: and it stays one of the models where its first load fails."""
+    registry = registry_of("a")
+    assert due(registry) == [("a", True)]
+    later = unread("later")
+    registry.serve(later.spec, later.info)
+    assert registry.stats()["later"] == "absent"
+    assert due(registry) == []
+    registry.ask(later.spec, later.info)
+    tell(registry, "later", "failed", error=InsufficientMemoryError("no room"))
+    assert "later" in {info.id for info in registry.infos()}
+
+
 def test_the_first_engine_loads_all_and_only_the_first_may_evict() -> None:
     """SPEC R3: the others are loaded as far as they fit beside those before them."""
     registry = registry_of("a", "b", "c")
@@ -281,7 +294,7 @@ def test_a_model_loaded_otherwise_keeps_its_former_settings_where_that_fails() -
     registry.ask(larger, registry.get("a").info)
     tell(registry, "a", "ready")
     assert registry.get("a").to_load == larger
-    assert registry.ready_paths() == ["a.gguf"]
+    assert registry.resolve("a").path == "a.gguf"
 
 
 def test_moves_that_the_table_does_not_have_are_bugs(caplog: pytest.LogCaptureFixture) -> None:

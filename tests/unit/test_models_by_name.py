@@ -86,7 +86,7 @@ async def turns_until(condition: Callable[[], bool]) -> None:
 
 async def test_all_who_want_one_download_share_it(hub: SlowHub, tmp_path: Path) -> None:
     """SPEC R4, L7: with its progress; the first to leave does not stop it."""
-    moved: list[tuple[str, str, float]] = []
+    moved: list[tuple[str, str, float, int]] = []
     found = Downloads(tmp_path, lambda *step: moved.append(step))
     wanting = [asyncio.create_task(found.get(REF)) for _ in range(3)]
     await turns_until(lambda: bool(moved))
@@ -94,7 +94,7 @@ async def test_all_who_want_one_download_share_it(hub: SlowHub, tmp_path: Path) 
     hub.go_on.set()
     assert await wanting[1] == await wanting[2] == hub.path
     assert (hub.num_pulls, REF in found) == (1, False)
-    assert moved == [(REF, "tiny.gguf", 0.3), (REF, "tiny.gguf", 1.0)]
+    assert moved == [(REF, "tiny.gguf", 0.3, 100), (REF, "tiny.gguf", 1.0, 100)]
 
 
 @pytest.mark.parametrize("how", ["all leave", "stop", "close"])
@@ -103,7 +103,7 @@ async def test_a_download_that_nobody_wants_ends_at_its_next_piece(
 ) -> None:
     """SPEC R4: whoever waits is told at once."""
     moved: list[float] = []
-    found = Downloads(tmp_path, lambda _ref, _name, fraction: moved.append(fraction))
+    found = Downloads(tmp_path, lambda _ref, _name, fraction, _bytes: moved.append(fraction))
     wanting = asyncio.create_task(found.get(REF))
     await turns_until(lambda: bool(moved))
     match how:

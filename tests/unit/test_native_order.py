@@ -21,7 +21,7 @@ def note(event, arguments):
 sys.addaudithook(note)
 """
 ENGINE = """
-import socket
+import io, socket
 from stoker.engine.process import serve
 import msgspec
 from stoker.client.process.transport import config_of
@@ -29,7 +29,8 @@ from stoker.settings import EngineSettings
 
 ours, theirs = socket.socketpair()
 ours.close()  # the front is gone: the engine comes up, and leaves
-assert serve([str(theirs.detach()), msgspec.json.encode(config_of(EngineSettings())).decode(), "30"]) == 0
+sys.stdin = io.TextIOWrapper(io.BytesIO(msgspec.json.encode(config_of(EngineSettings()))))
+assert serve([str(theirs.detach())]) == 0
 """
 TRIAL = """
 import runpy

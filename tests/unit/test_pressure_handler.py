@@ -8,7 +8,7 @@ from stoker.machine.ladder import LADDER, Rung
 from stoker.machine.pressure import EVENT_HOLD_S, Pressure
 
 ORDER = "eog_period=0,weights_mib=100"
-LONG = {"prompt": "a long story " * 10, "max_tokens": 1500}
+LONG = {"prompt": "a long story " * 10, "max_tokens": 500}
 
 
 # ---------------------------------------------------------------- the ladder
@@ -186,7 +186,7 @@ def test_background_stands_still_and_goes_on_with_its_text(make, clock):
     machine.run("r")
     assert len(machine.tokens("b")) <= num_tokens + 1
     assert not machine.tokens("c")
-    assert [e.reason for e in machine.of(Parked, "b")] == ["memory is short"]
+    assert [e.reason for e in machine.of(Parked, "b")] == ["memory pressure: background waits"]
     assert machine.loop._wait_s() != 0, "it does not spin over those that it holds"
     machine.calm(clock)
     machine.run("b", "c")
@@ -298,7 +298,7 @@ def test_two_squeezes_leave_no_trace(make, clock):
     machine.have("a", "b", order=ORDER)
     names = {"r": "a", "s": "a", "t": "b", "u": "b"}
     for name, model in names.items():
-        machine.submit(name, model, prompt=f"{name} {LONG['prompt']}", max_tokens=1500)
+        machine.submit(name, model, prompt=f"{name} {LONG['prompt']}", max_tokens=500)
     for _ in range(2):
         machine.until(lambda: machine.loop._runners.has_work)
         for _ in range(10):
@@ -307,7 +307,7 @@ def test_two_squeezes_leave_no_trace(make, clock):
         machine.calm(clock)
     machine.run(*names)
     for name in names:
-        assert machine.output(name) == make.alone(prompt=f"{name} {LONG['prompt']}", max_tokens=1500)
+        assert machine.output(name) == make.alone(prompt=f"{name} {LONG['prompt']}", max_tokens=500)
     order = [*LADDER, *(f"-{rung}" for rung in reversed(LADDER))]
     assert machine.rungs() == order * 2
     machine.submit("new", "a")

@@ -7,13 +7,16 @@ from pathlib import Path
 
 import pytest
 
-from stoker.client.models.specs import projector_by_model
+from hearing_kinds import write_listener
+from stoker.client.models.specs import ModelSource, projector_by_model
 from stoker.errors import InvalidRequestError, ModelFileError, UnsupportedError
 from stoker.ipc.model import ModelSpec, Pairing
+from stoker.ipc.request import Sound
 from stoker.models.gguf.header import read_header
 from stoker.models.memory_estimate.estimate import estimator_of
-from stoker.models.projector import pairing_of, read_projector
+from stoker.models.projector import check_heard, pairing_of, read_projector
 from stoker.models.store import ModelStore
+from stoker.settings import EngineSettings
 from tiny_models import write_bert, write_llama, write_mamba
 from tiny_projector import ENCODER_FEED_FORWARD, ENCODER_WIDTH, IMAGE_SIZE, PATCH_SIZE, write_projector
 
@@ -42,12 +45,12 @@ def test_another_models_projector_is_broken_and_both_are_named(tmp_path: Path) -
     assert "48 numbers, those of m.gguf 32" in verdict.reason
 
 
-def test_a_projector_that_only_listens_is_broken(tmp_path: Path) -> None:
-    """SPEC V1: verified to support vision."""
+def test_a_projector_that_neither_sees_nor_hears_is_broken(tmp_path: Path) -> None:
+    """SPEC V1: verified to support vision or hearing."""
     model = read_header(write_llama(tmp_path / "m.gguf"))
     verdict = pairing_of(model, write_projector(tmp_path / "p.gguf", has_vision=False))
     assert verdict.pairing is Pairing.BROKEN
-    assert "no vision encoder" in verdict.reason
+    assert "no encoder of images or of sound" in verdict.reason
 
 
 @pytest.mark.parametrize("write", [write_bert, write_mamba])
@@ -100,6 +103,50 @@ def test_a_projector_that_fits_no_model_is_refused_at_the_start(tmp_path: Path) 
         projector_by_model(deaf, [model])
     with pytest.raises(InvalidRequestError):
         projector_by_model(deaf, [])
+
+
+def test_a_projector_that_hears_goes_to_its_model_and_is_counted(tmp_path: Path) -> None:
+    """SPEC V9, R1: its kind and rate are known before it is loaded; it sees nothing."""
+    path = write_llama(tmp_path / "m.gguf")
+    projector = write_listener(tmp_path / "p.gguf")
+    hearing = read_projector(projector).hearing
+    assert hearing is not None
+    assert (hearing.kind, hearing.rate_hz, hearing.most_s) == ("ultravox", 16_000, 0)
+    model = ModelStore(tmp_path).resolve(str(path))
+    spec = projector_by_model(projector, [model])[model.id]
+    assert (spec.has_vision, spec.hears_hz) == (False, 16_000)
+    asked = ModelSpec(id="m", path=str(path), n_ctx=512, projector=spec)
+    assert estimator_of(path)(asked).lines["projector"] >= spec.size_bytes + spec.compute_bytes
+    assert spec.compute_bytes > hearing.num_heads * 1500 * 1500 * 4
+    (found,) = ModelSource.read(EngineSettings(models=(str(path),), mmproj=projector)).served
+    assert (found.info.has_vision, found.info.hears_hz, found.info.pairing) == (False, 16_000, "ready")
+
+
+@pytest.mark.parametrize(
+    ("kind", "sound", "error", "match"),
+    [
+        ("lfm2a", Sound(16_000, bytes(2 * 16_000 * 31)), InvalidRequestError, r"has 31.0 s.*at most 30 s"),
+        ("ultravox", Sound(8_000, bytes(16_000)), InvalidRequestError, "takes 16000 samples a second"),
+        ("ultravox", Sound(16_000, bytes(2)), InvalidRequestError, "1 samples is too short: 1600"),
+    ],
+)
+def test_recordings_that_a_projector_cannot_take_are_refused(
+    tmp_path: Path, kind: str, sound: Sound, error: type[Exception], match: str
+) -> None:
+    """SPEC V9: by its header; one that takes a recording as a whole has a bound."""
+    header = read_projector(write_listener(tmp_path / "p.gguf", kind))
+    with pytest.raises(error, match=match):
+        check_heard(header, sound, 16_000)
+
+
+def test_a_projector_that_sees_hears_nothing_and_one_of_voices_is_not_served(tmp_path: Path) -> None:
+    """SPEC V9: each is refused with what it is for."""
+    seeing = read_projector(write_projector(tmp_path / "p.gguf"))
+    with pytest.raises(UnsupportedError, match=r"p\.gguf sees, and takes no recordings"):
+        check_heard(seeing, Sound(16_000, bytes(3200)), 0)
+    model = ModelStore(tmp_path).resolve(str(write_llama(tmp_path / "m.gguf")))
+    with pytest.raises(UnsupportedError, match="makes a voice of a recording"):
+        projector_by_model(write_listener(tmp_path / "v.gguf", "qwen3tts_spkenc"), [model])
 
 
 def test_the_estimate_counts_the_projector(tmp_path: Path) -> None:

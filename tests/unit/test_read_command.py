@@ -9,7 +9,7 @@ from typer.testing import CliRunner
 
 from pictures import plain
 from reading_runtime import ReadingRuntime
-from stoker.cli.main import app
+from stoker.cli.app import app
 
 
 @pytest.fixture

@@ -7,12 +7,17 @@ import json
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from stoker import GenerateRequest, Runtime
-from stoker.client.requests.history import MAX_RECENT, RequestMeter, Wait, tokens_per_second
+from stoker.client.event_bus import EventBus, Snapshot
+from stoker.client.requests.history import MAX_RECENT, RequestHistory
+from stoker.client.requests.meter import RequestMeter, Wait, tokens_per_second
+from stoker.client.requests.record import RequestRecord
+from stoker.client.requests.table import RequestTable
 from stoker.errors import ModelNotFoundError, QueueFullError
 from stoker.ipc.events import Admitted, Delta, Parked, Paused, Preparing, Queued, Resumed
 from stoker.ipc.request import Priority
@@ -39,7 +44,8 @@ class Ends:
         async for event in self._events:
             if event.event == "request" and event.fields["what"] in {"finished", "failed"}:
                 return event.fields
-            self.others.append(event.fields)
+            if event.event == "request":
+                self.others.append(event.fields)
         raise AssertionError("no request ended")
 
     async def close(self) -> None:
@@ -81,7 +87,7 @@ async def test_the_end_of_a_request_says_what_it_was_and_what_it_took() -> None:
     assert 0 < end["prompt_tokens"] < 100
     assert 0 <= end["queue_s"] <= end["first_token_s"]
     assert end["tokens_per_second"] == pytest.approx(4 / end["decode_s"])
-    assert (end["finish_reason"], "error" in end, "owner" in end) == ("length", False, False)
+    assert (end["finish_reason"], end["error"], "owner" in end) == ("length", None, False)
     assert [(one.request_id, one.owner, one.completion_tokens) for one in recent] == [("mine", "key", 5)]
     assert PRIVATE not in json.dumps(end)
 
@@ -97,7 +103,9 @@ async def test_a_call_of_several_requests_is_one_end() -> None:
     assert (end["completion_tokens"], end["first_token_s"], end["tokens_per_second"]) == (0, None, None)
     assert end.keys() >= FIELDS
     assert last["request_id"] == "last"
-    assert {event["group"] for event in ends.others} == {"mine", "last"}
+    assert {event.get("group") for event in ends.others} == {None, "mine", "last"}
+    begun = [event for event in ends.others if event["request_id"] == "mine"]
+    assert [(event["what"], event["num_members"]) for event in begun] == [("arrived", 3)]
 
 
 async def test_every_kind_of_request_and_call_is_told_of() -> None:
@@ -133,7 +141,7 @@ async def test_an_end_that_nobody_wanted_says_why() -> None:
         "none",
     )
     assert any(isinstance(each, QueueFullError) for each in found)
-    assert (refused["error"]["code"], "finish_reason" in refused) == ("queue_full", False)
+    assert (refused["error"]["code"], refused["finish_reason"]) == ("queue_full", None)
 
 
 async def test_only_the_last_that_ended_are_kept() -> None:
@@ -209,3 +217,30 @@ def test_speed_counts_what_came_after_the_first_tokens(
 ) -> None:
     """SPEC O2: the first token of a choice is the prompt's; of one token there is no speed."""
     assert tokens_per_second(num_tokens, num_first, decode_s) == expected
+
+
+async def test_subscribers_are_told_how_much_is_written_and_nobody_else_is(tmp_path: Path) -> None:
+    """SPEC O3: tokens and speed of an answer, every two seconds while it writes; nothing without a reader."""
+    table, bus = RequestTable(tmp_path), EventBus()
+    history = RequestHistory(table, bus, lambda _: True)
+    record = RequestRecord("r", GenerateRequest(prompt="x", model="m"), 0.0)
+    table.add(record)
+
+    def write(now: float) -> None:
+        delta = Delta(request_id="r", index=0, text="x", token_ids=[1])
+        record.take_delta(delta)
+        history.wrote(record, delta, now)
+
+    reader = bus.subscribe(lambda: Snapshot({}))
+    await anext(reader)
+    for now in (0.0, 1.0, 2.5, 3.0, 4.6):
+        write(now)
+    told = [(await anext(reader)).fields for _ in range(3)]
+    assert [fields["what"] for fields in told] == ["decoding", "progress", "progress"]
+    assert [fields["completion_tokens"] for fields in told[1:]] == [3, 5]
+    assert told[1]["tokens_per_second"] == pytest.approx(2 / 2.5)
+    await reader.aclose()
+    published = bus._num_published
+    write(10.0)
+    assert bus._num_published == published
+    table.close()

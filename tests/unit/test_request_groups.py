@@ -251,6 +251,8 @@ async def test_a_call_is_cancelled_while_there_is_no_engine() -> None:
 class Nowhere:
     """No engine."""
 
+    absence = "there is none"
+
     def send(self, command: object) -> None:
         """Nothing hears it."""
 

@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 from encoding_runtime import ENCODER_INFO, RERANKER_INFO, EncodingRuntime, score_of
 from stoker.backends.fake.encoder import N_EMBD, load, vector_of
 from stoker.backends.fake.vocabulary import BOS, EOS, FakeVocabulary
-from stoker.cli.main import app
+from stoker.cli.app import app
 from stoker.engine.jobs.prepare import prepare
 from stoker.engine.jobs.table import JobTable
 from stoker.engine.runners.oneshot import OneShotRunner

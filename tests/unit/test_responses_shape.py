@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,14 +12,20 @@ from pydantic import TypeAdapter
 
 from stoker.chat.answer import AnswerForm
 from stoker.chat.reasoning import THINK
-from stoker.chat.tools.tools import HERMES
+from stoker.chat.tools.formats.hermes import HERMES
 from stoker.errors import InvalidRequestError, NotReadyError, UnsupportedError
 from stoker.ipc.events import Admitted, Delta, Finished, PrefillProgress
 from stoker.ipc.request import FinishReason, GenerateRequest, Priority, Sampling
 from stoker.ipc.usage import Timings, Usage
 from stoker.server.openai.conversation import ChatRequest
-from stoker.server.openai.responses import MAX_ECHO_CHARS, ResponsesRequest
-from stoker.server.openai.responses_writer import ResponseChunks, ResponseHead, WholeResponse
+from stoker.server.openai.responses.body import (
+    MAX_ECHO_CHARS,
+    MAX_METADATA,
+    MAX_METADATA_CHARS,
+    MAX_METADATA_KEY_CHARS,
+    ResponsesRequest,
+)
+from stoker.server.openai.responses.writer import ResponseChunks, ResponseEvents, ResponseHead, WholeResponse
 
 EVENT: TypeAdapter[Any] = TypeAdapter(ResponseStreamEvent)
 ASKED = GenerateRequest(prompt="Hi", sampling=Sampling(temperature=0.25, presence_penalty=0.5))
@@ -66,13 +73,13 @@ def parsed(frames: bytes) -> list[Any]:
 
 def streamed(text: str, reason: FinishReason = FinishReason.STOP) -> list[Any]:
     """The events that a text becomes."""
-    writer = ResponseChunks(HEAD, FORM, lambda: 19.5)
+    writer = ResponseChunks(ResponseEvents(HEAD, FORM, clock=lambda: 19.5))
     return parsed(b"".join(writer.write(0, event) for event in deltas(text, reason)) + writer.end())
 
 
 def whole(text: str, reason: FinishReason = FinishReason.STOP) -> Response:
     """The response that a text becomes."""
-    writer = WholeResponse(HEAD, FORM, lambda: 19.5)
+    writer = WholeResponse(HEAD, FORM, clock=lambda: 19.5)
     for event in deltas(text, reason):
         writer.add(0, event)
     return Response.model_validate_json(writer.whole())
@@ -173,7 +180,7 @@ def test_items_become_turns_and_calls_one_turn() -> None:
 @pytest.mark.parametrize(
     ("fields", "error", "param"),
     [
-        ({"previous_response_id": "resp_0"}, UnsupportedError, "previous_response_id"),
+        ({"conversation": "conv_0"}, UnsupportedError, "conversation"),
         ({"background": True}, UnsupportedError, "background"),
         ({"n": 2}, UnsupportedError, "n"),
         ({"top_logprobs": 2}, UnsupportedError, "top_logprobs"),
@@ -185,7 +192,7 @@ def test_items_become_turns_and_calls_one_turn() -> None:
             "response_format",
         ),
         ({"input": []}, InvalidRequestError, "input"),
-        ({"input": [{"type": "item_reference", "id": "x"}]}, UnsupportedError, "input.0"),
+        ({"input": [{"type": "computer_call", "id": "x"}]}, UnsupportedError, "input.0"),
         ({"input": [{"content": "x"}]}, InvalidRequestError, "input.0.role"),
         ({"input": [{"role": "user", "content": 7}]}, InvalidRequestError, "input.0.content"),
         (
@@ -194,7 +201,6 @@ def test_items_become_turns_and_calls_one_turn() -> None:
             "input.0.content.0.type",
         ),
         ({"input": [{"role": "user", "content": [{}]}]}, InvalidRequestError, "input.0.content.0.type"),
-        ({"input": [{"type": "function_call", "name": "f"}]}, InvalidRequestError, "input.0.arguments"),
     ],
 )
 def test_what_is_not_served_is_refused_by_its_place(fields: dict[str, Any], error: Any, param: str) -> None:
@@ -221,11 +227,11 @@ def raw_objects(frames: bytes) -> list[dict[str, Any]]:
 )
 def test_every_response_object_is_whole(end: Any, status: str) -> None:
     """SPEC S1: created, in progress and at each end: every field, and no null where a value is due."""
-    writer = ResponseChunks(HEAD, FORM, lambda: 19.5)
+    writer = ResponseChunks(ResponseEvents(HEAD, FORM, clock=lambda: 19.5))
     if isinstance(end, FinishReason):
         frames = b"".join(writer.write(0, event) for event in deltas(TEXT, end)) + writer.end()
     else:
-        frames = writer.write(0, Delta(request_id="x", index=0, text="So")) + writer.fail(end.info())
+        frames = writer.write(0, Delta(request_id="x", index=0, text="So")) + writer.ending.fail(end.info())
     objects = raw_objects(frames)
     assert [found["status"] for found in objects] == ["in_progress", "in_progress", status]
     for found in objects:
@@ -242,6 +248,27 @@ def test_what_a_response_would_repeat_is_bounded(field: str) -> None:
     with pytest.raises(InvalidRequestError, match=f"at most {MAX_ECHO_CHARS} are taken"):
         body(**{field: given[field]}).echo(ASKED)
     assert body(instructions=text).echo(ASKED)["instructions"] == text
+
+
+@pytest.mark.parametrize(
+    ("metadata", "param"),
+    [
+        ({str(number): "" for number in range(MAX_METADATA)}, None),
+        ({str(number): "" for number in range(MAX_METADATA + 1)}, "metadata"),
+        ({"k" * MAX_METADATA_KEY_CHARS: "v" * MAX_METADATA_CHARS}, None),
+        ({"k" * (MAX_METADATA_KEY_CHARS + 1): ""}, "metadata"),
+        ({"k": "v" * (MAX_METADATA_CHARS + 1)}, "metadata.k"),
+    ],
+)
+def test_metadata_has_the_bounds_of_its_api(metadata: dict[str, str], param: str | None) -> None:
+    """W10: 16 pairs, 64 characters a key, 512 a value; an error names the pair."""
+    asked = body(metadata=metadata)
+    if param is None:
+        assert asked.to_chat().body["messages"]
+        return
+    with pytest.raises(InvalidRequestError) as refused:
+        asked.to_chat()
+    assert refused.value.param == param
 
 
 def test_a_response_repeats_what_was_asked_and_tells_what_was_used() -> None:
@@ -278,7 +305,7 @@ def test_a_response_repeats_what_was_asked_and_tells_what_was_used() -> None:
         "s",
         "u",
     ]
-    assert (echo["store"], echo["service_tier"], echo["parallel_tool_calls"]) == (False, "default", False)
+    assert (echo["store"], echo["service_tier"], echo["parallel_tool_calls"]) == (True, "default", False)
     assert echo["reasoning"] == {"effort": None, "summary": "auto"}
     assert body().echo(ASKED)["metadata"] == {}
 
@@ -363,11 +390,6 @@ def test_functions_of_namespaces_are_offered_and_called_by_both_names() -> None:
             "text.format.schema",
         ),
         (
-            {"input": [{"type": "function_call", "call_id": "c", "name": "f", "arguments": "{"}]},
-            "messages.0.tool_calls.0.function.arguments",
-            "input.0.arguments",
-        ),
-        (
             {
                 "input": [
                     {"type": "reasoning"},
@@ -386,13 +408,31 @@ def test_places_of_the_chat_completion_lead_back_to_the_input(
     assert body(**fields).to_chat().origins.of(path) == own
 
 
+def test_calls_past_the_most_that_were_asked_for_are_in_no_event() -> None:
+    """W10: `max_tool_calls`; the numbers go on, and what is said behind a call that is left out stays."""
+    call = '<tool_call>\n{"name": "f", "arguments": {"a": %d}}\n</tool_call>\n'
+    text = call % 1 + call % 2 + call % 3 + "Done."
+    head = replace(HEAD, max_calls=2)
+    stream = ResponseChunks(ResponseEvents(head, FORM))
+    events = parsed(b"".join(stream.write(0, event) for event in deltas(text)) + stream.end())
+    assert [event.sequence_number for event in events] == list(range(len(events)))
+    collected = WholeResponse(head, FORM)
+    for event in deltas(text):
+        collected.add(0, event)
+    for response in (events[-1].response, Response.model_validate_json(collected.whole())):
+        calls = [item.arguments for item in response.output if item.type == "function_call"]
+        assert calls == ['{"a": 1}', '{"a": 2}']
+        assert response.output_text.strip() == "Done."
+    assert sum(event.type == "response.output_item.added" for event in events) == 3
+
+
 def test_progress_of_the_prompt_is_a_numbered_event() -> None:
     """SPEC S2: only where it was asked for; the numbers go on."""
-    writer = ResponseChunks(HEAD, FORM)
+    writer = ResponseChunks(ResponseEvents(HEAD, FORM))
     event = PrefillProgress(request_id="x", total=9, cached=2, processed=5, time_ms=1.5)
     frames = (writer.write(0, Admitted("x", 2, None, 9)) + writer.write(0, event)).decode()
     kinds = [line.removeprefix("event: ") for line in frames.split("\n") if line.startswith("event: ")]
-    assert kinds == ["response.created", "response.in_progress", "response.prefill_progress"]
+    assert kinds == ["response.created", "response.in_progress", "stoker:prefill_progress"]
     data = json.loads(frames.split("data: ")[-1])
     assert data["sequence_number"] == 2
     assert data["prompt_progress"] == {"total": 9, "cache": 2, "processed": 5, "time_ms": 1.5}
@@ -447,9 +487,9 @@ def test_an_answer_that_was_cut_off_is_incomplete() -> None:
 
 def test_a_failure_within_the_stream_is_an_event() -> None:
     """SPEC S2: in band, with what was said so far."""
-    writer = ResponseChunks(HEAD, FORM)
+    writer = ResponseChunks(ResponseEvents(HEAD, FORM))
     frames = writer.write(0, Delta(request_id="x", index=0, text="So it"))
-    events = parsed(frames + writer.fail(NotReadyError("gone").info()))
+    events = parsed(frames + writer.ending.fail(NotReadyError("gone").info()))
     assert events[-1].type == "response.failed"
     assert events[-1].response.error.message == "gone"
     assert events[-1].response.output_text == "So it"

@@ -11,8 +11,8 @@ import pytest
 from rich.console import Console
 from typer.testing import CliRunner
 
+from stoker.cli.app import app
 from stoker.cli.commands import ps
-from stoker.cli.main import app
 from stoker.cli.tables import print_line
 from terminal import Terminal
 from tiny_models import write_llama

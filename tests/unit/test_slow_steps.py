@@ -133,7 +133,7 @@ class Desk:
         """One step during which others use `others` cores; what it leads to."""
         self.keeper.begin()
         self.pause(wall_s, cpu_s, others)
-        return self.keeper.end(self.keeper.governor.num_threads, predicted_s)
+        return self.keeper.judge(self.keeper.stop(), self.keeper.governor.num_threads, predicted_s)
 
     def pause(self, wall_s: float, cpu_s: float = 0.0, others: float = 0.0) -> None:
         """Time passes."""

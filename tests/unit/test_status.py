@@ -14,7 +14,7 @@ from stoker import GenerateRequest, Runtime
 from stoker.cache.entry import Entry
 from stoker.cache.prefix_cache import CacheLimits, PrefixCache
 from stoker.cache.radix import key_of
-from stoker.client import supervisor
+from stoker.client import engine_view
 from stoker.client.requests.record import RequestRecord
 from stoker.client.status import NO_STATUS, known_status
 from stoker.ipc.events import Admitted, Delta, Parked, Queued
@@ -32,6 +32,10 @@ def record(name: str, *events: Any, **fields: Any) -> RequestRecord:
     for event in events:
         found.meter.take(event, 1.0)
         found.take(event)
+        if isinstance(event, Delta):
+            found.moves.writes(event.index, 1.0)
+        else:
+            found.moves.take(event, 1.0)
     return found
 
 
@@ -39,7 +43,9 @@ def test_an_engine_that_does_not_answer_is_shown_by_what_the_client_knows() -> N
     """SPEC I4: running, waiting and parked requests, with their classes; the last figures of all else."""
     job = {"priority": Priority.BACKGROUND}
     records = [
-        record("runs", Admitted("runs", 2, None, 5), Delta(request_id="runs", index=0, token_ids=[1, 2])),
+        record(
+            "runs", Admitted("runs", 2, None, 5, slot=1), Delta(request_id="runs", index=0, token_ids=[1, 2])
+        ),
         record(
             "parked",
             Admitted("parked"),
@@ -50,16 +56,16 @@ def test_an_engine_that_does_not_answer_is_shown_by_what_the_client_knows() -> N
         RequestRecord("held", GenerateRequest(prompt="x", model="m"), 0.0),
     ]
     status = known_status(records, {"m": 2}, NO_STATUS, 2.0)
-    slot, idle = status.slots
-    assert (slot.request_id, slot.state, slot.num_tokens) == ("runs", "decode", 7)
-    assert (idle.id, idle.state, idle.request_id) == (1, "idle", None)
-    assert [(one.request_id, one.position) for one in status.queue] == [("waits", 0)]
+    idle, slot = status.slots
+    assert (slot.id, slot.request_id, slot.state, slot.num_tokens) == (1, "runs", "decode", 7)
+    assert (idle.id, idle.state, idle.request_id) == (0, "idle", None)
+    assert [(one.request_id, one.position) for one in status.queue] == [("waits", 0), ("held", 1)]
     assert [(one.request_id, one.priority) for one in status.parked] == [("parked", Priority.BACKGROUND)]
 
 
 async def test_slots_and_queue_are_never_empty_while_a_step_lasts(monkeypatch: pytest.MonkeyPatch) -> None:
     """SPEC I4: an engine in a long step answers no question; its requests are shown all the same."""
-    monkeypatch.setattr(supervisor, "STATUS_WAIT_S", 0.0)
+    monkeypatch.setattr(engine_view, "STATUS_WAIT_S", 0.0)
     async with Runtime(SLOW, isolation="thread", slots=1, ctx_size=512, drain_s=0.0) as runtime:
         first = runtime.stream(GenerateRequest(prompt="one", max_tokens=400), "first")
         async with aclosing(first):
@@ -149,7 +155,8 @@ def test_the_longest_stored_prefixes_are_shown_without_their_tokens() -> None:
         cache.filled(entry, b"x" * 10 * length, 1.0)
     longest = next(entry for entry in cache.index if entry.num_tokens == 300)
     cache.used(longest, 5.0)
-    first, second = cache.largest(2, 8.0)
+    first, second = cache.prefixes(2, [], {"file.gguf": "m"}, 8.0)
+    assert (first.model, first.parent) == ("m", None)
     assert (first.num_tokens, first.own_tokens, first.num_hits, first.idle_s) == (300, 300, 1, 3.0)
     assert (first.ram_bytes, first.disk_bytes, first.where, first.namespace) == (3000, 0, "ram", "6e6e6e6e")
     assert (second.num_tokens, second.num_hits) == (200, 0)

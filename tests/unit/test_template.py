@@ -125,6 +125,11 @@ def test_malformed_messages_are_refused_by_name(messages: list[dict[str, Any]], 
     assert caught.value.param == param
 
 
+def test_what_a_filter_gives_is_a_list_in_json() -> None:
+    """D10: `map` and its like end in lists, as llama.cpp's own templates rely on."""
+    assert render("{{ messages | map(attribute='role') | tojson }}") == '["user"]'
+
+
 def test_a_caller_cannot_replace_what_the_template_is_given() -> None:
     """What bad input gets: template arguments do not shadow the messages or tokens."""
     with pytest.raises(InvalidRequestError, match="bos_token"):

@@ -20,7 +20,11 @@ from stoker.chat.answer_events import (
 from stoker.chat.json_scan import MAX_DEPTH
 from stoker.chat.reasoning import THINK
 from stoker.chat.tools.calls import ToolCallParser, call_id
-from stoker.chat.tools.tools import GENERIC, HERMES, LLAMA3, MISTRAL, MISTRAL_ARGS, ToolSyntax
+from stoker.chat.tools.formats.hermes import GENERIC, HERMES
+from stoker.chat.tools.formats.llama import LLAMA3
+from stoker.chat.tools.formats.mistral import MISTRAL, MISTRAL_ARGS
+from stoker.chat.tools.formats.python import PYTHON
+from stoker.chat.tools.syntax import ToolSyntax
 
 F = '{"name": "f", "arguments": {"a": 1}}'
 
@@ -162,6 +166,7 @@ def test_what_is_no_call_is_content_and_none_of_it_is_lost(text: str) -> None:
         (MISTRAL_ARGS, "[TOOL_CALLS][TOOL_CALLS]"),
         (MISTRAL_ARGS, "[TOOL_CALLS]f[ARGS]7"),
         (LLAMA3, "<|python_tag|>print(1)"),
+        (PYTHON, f"<|python_start|>[f(a={'[' * MAX_DEPTH}{']' * MAX_DEPTH})]"),
     ],
 )
 def test_what_is_no_call_in_other_families_is_content_too(syntax: ToolSyntax, text: str) -> None:

@@ -7,31 +7,33 @@ from typing import Any
 
 import pytest
 
+from stoker.chat.answer import AnswerReader, WholeAnswer
 from stoker.chat.answer_events import CallArguments, CallBegan, CallEnded
 from stoker.chat.conversation import NO_TOOLS, ToolOffer, prepared_turn
 from stoker.chat.template import ChatTemplate
 from stoker.chat.tools.calls import ToolCallParser
 from stoker.chat.tools.constraints import forced_calls
+from stoker.chat.tools.formats.hermes import GENERIC_FORMAT, HERMES_FORMAT
+from stoker.chat.tools.formats.llama import LLAMA3_FORMAT
+from stoker.chat.tools.formats.mistral import MISTRAL_ARGS_FORMAT, MISTRAL_FORMAT
+from stoker.chat.tools.formats.python import LFM2_FORMAT
+from stoker.chat.tools.formats.qwen import QWEN_XML_FORMAT
+from stoker.chat.tools.formats.table import format_of
 from stoker.chat.tools.history import template_input
 from stoker.chat.tools.tools import (
-    GENERIC,
-    HERMES,
-    LLAMA3,
     MAX_NAME_CHARS,
     MAX_SCHEMA_CHARS,
     MAX_SCHEMA_DEPTH,
     MAX_SCHEMAS_CHARS,
     MAX_TOOLS,
-    MISTRAL,
-    MISTRAL_ARGS,
     ChoiceMode,
     LeftOut,
     Tool,
     ToolChoice,
     checked_choice,
     checked_toolset,
-    tool_syntax_of,
 )
+from stoker.chat.turn_ends import TURN_ENDS
 from stoker.errors import InvalidRequestError, UnsupportedError
 from stoker.models.chat_templates import CHATML
 from stoker.tasks.chat import offer_of, offer_of_functions
@@ -110,6 +112,7 @@ def asked(own_id: str, name: str, arguments: str) -> dict[str, Any]:
     return {"id": own_id, "type": "function", "function": {"name": name, "arguments": arguments}}
 
 
+CALLED = {"tool_calls": [asked("call_1", "weather", '{"city": "Bonn"}')]}
 TWO_CALLS = [
     USER,
     {
@@ -131,22 +134,25 @@ def rendered(template: str | None, messages: list[dict[str, Any]]) -> str:
 @pytest.mark.parametrize(
     ("template", "syntax"),
     [
-        (QWEN, HERMES),
-        (LLAMA, LLAMA3),
-        (MISTRAL_V3, MISTRAL),
-        (MISTRAL_V3.replace("[TOOL_CALLS] [", "[TOOL_CALLS]' ~ name ~ '[ARGS]"), MISTRAL_ARGS),
-        (CHATML, GENERIC),
-        (None, GENERIC),
-        ("", GENERIC),
-        (GEMMA, GENERIC),
-        (QWEN.replace('{"name": <function-name>', "<function=name><parameter=x>"), GENERIC),
-        ("{{ messages }}<tool_call> without the variable", GENERIC),
-        ("{{ tools }} written in a way of its own", GENERIC),
+        (QWEN, HERMES_FORMAT),
+        (LLAMA, LLAMA3_FORMAT),
+        (MISTRAL_V3, MISTRAL_FORMAT),
+        (MISTRAL_V3.replace("[TOOL_CALLS] [", "[TOOL_CALLS]' ~ name ~ '[ARGS]"), MISTRAL_ARGS_FORMAT),
+        (CHATML, GENERIC_FORMAT),
+        (None, GENERIC_FORMAT),
+        ("", GENERIC_FORMAT),
+        (GEMMA, GENERIC_FORMAT),
+        (QWEN.replace('{"name": <function-name>', "<function=name><parameter=x>"), QWEN_XML_FORMAT),
+        ("{{ messages }}<tool_call> without the variable", GENERIC_FORMAT),
+        ("{{ tools }} written in a way of its own", GENERIC_FORMAT),
+        ("{{ tools }}<|tool_list_start|>", LFM2_FORMAT),
+        ("{{ tools }}List of tools: [<|im_start|>", LFM2_FORMAT),
+        ('{{ tools }}<tool_call><invoke name="f">', GENERIC_FORMAT),
     ],
 )
 def test_the_template_tells_the_family(template: str | None, syntax: object) -> None:
     """SPEC D7: templates' tool formats; what is unknown gets the generic one."""
-    assert tool_syntax_of(template) is syntax
+    assert format_of(template) is syntax
 
 
 def test_a_hermes_template_gets_the_tools_and_arguments_as_objects() -> None:
@@ -175,16 +181,23 @@ def test_llama_3_gets_one_call_a_turn_with_its_result_behind_it() -> None:
     assert prompt.count("sunny") == prompt.count("noon") == 1
 
 
+def test_results_are_told_the_names_of_their_functions() -> None:
+    """SPEC D7: some templates print them; a name that is given stays."""
+    turns = [*TWO_CALLS[:-1], {**TWO_CALLS[-1], "name": "watch"}]
+    given = prepared_turn(turns, QWEN, ToolOffer((WEATHER, CLOCK))).messages
+    assert [turn["name"] for turn in given if turn["role"] == "tool"] == ["weather", "watch"]
+
+
 def test_mistral_gets_ids_of_nine_characters() -> None:
     """SPEC D7: its template refuses others; a result keeps the id of its call, and a short id stays."""
     prompt = rendered(MISTRAL_V3, TWO_CALLS)
-    turns = template_input(TWO_CALLS, [WEATHER], MISTRAL).messages
+    turns = template_input(TWO_CALLS, [WEATHER], MISTRAL_FORMAT).messages
     short = [call["id"] for call in turns[1]["tool_calls"]]
     assert [turns[2]["tool_call_id"], turns[3]["tool_call_id"]] == short
     assert len(set(short)) == 2
     assert f"sunny{short[0]}" in prompt
     kept = [{"role": "assistant", "content": "", "tool_calls": [asked("abc123XYZ", "clock", "{}")]}]
-    assert template_input(kept, [], MISTRAL).messages[0]["tool_calls"][0]["id"] == "abc123XYZ"
+    assert template_input(kept, [], MISTRAL_FORMAT).messages[0]["tool_calls"][0]["id"] == "abc123XYZ"
 
 
 def test_a_template_without_tools_is_told_of_them_in_the_system_turn() -> None:
@@ -203,10 +216,12 @@ def test_a_template_without_tools_is_told_of_them_in_the_system_turn() -> None:
 
 def test_results_and_what_the_user_says_behind_them_are_one_turn() -> None:
     """SPEC D7: templates refuse two turns of one side; an answer of the model's ends the turn."""
-    both = template_input([*TWO_CALLS, {"role": "user", "content": "Thanks"}], [], GENERIC).messages
+    both = template_input([*TWO_CALLS, {"role": "user", "content": "Thanks"}], [], GENERIC_FORMAT).messages
     assert [turn["role"] for turn in both] == ["user", "assistant", "user"]
     assert both[2]["content"].endswith("noon\n</tool_response>\nThanks")
-    told = template_input([*TWO_CALLS, {"role": "assistant", "content": "Noon."}], [], GENERIC).messages
+    told = template_input(
+        [*TWO_CALLS, {"role": "assistant", "content": "Noon."}], [], GENERIC_FORMAT
+    ).messages
     assert [turn["role"] for turn in told] == ["user", "assistant", "user", "assistant"]
     assert told[2]["content"].endswith("noon\n</tool_response>")
 
@@ -216,6 +231,66 @@ def test_a_template_without_a_system_turn_is_told_in_the_users() -> None:
     prompt = rendered(GEMMA, [USER])
     assert prompt.startswith("<start>user\n# Tools")
     assert prompt.endswith("\n\nHi")
+
+
+@pytest.mark.parametrize(
+    ("template", "written"),
+    [
+        (
+            "{{ tools }}<|tool_list_start|>" + CHATML,
+            (
+                '<|tool_call_start|>[{"name": "weather", "arguments": {"city": "Bonn"}}, '
+                '{"name": "clock", "arguments": {}}]<|tool_call_end|>'
+            ),
+        ),
+        (
+            "<start_of_turn>" + CHATML,
+            '{"name": "weather", "parameters": {"city": "Bonn"}}\n{"name": "clock", "parameters": {}}',
+        ),
+        (
+            CHATML,
+            (
+                '<tool_call>\n{"name": "weather", "arguments": {"city": "Bonn"}}\n</tool_call>\n'
+                '<tool_call>\n{"name": "clock", "arguments": {}}\n</tool_call>'
+            ),
+        ),
+    ],
+)
+def test_old_calls_that_a_template_does_not_write_have_the_form_of_new_ones(
+    template: str, written: str
+) -> None:
+    """SPEC D12: the history shows the model the form that its answer is to have, and reads back."""
+    turn = prepared_turn(TWO_CALLS, template, ToolOffer((WEATHER, CLOCK)))
+    contents = [message["content"] for message in turn.messages if message["role"] == "assistant"]
+    assert contents == [written]
+    answer = WholeAnswer()
+    reader = AnswerReader(turn.form(""), "seed")
+    answer.add([*reader.feed(written), *reader.finish()])
+    assert [(call.name, call.arguments) for call in answer.calls] == [
+        ("weather", '{"city": "Bonn"}'),
+        ("clock", "{}"),
+    ]
+
+
+def test_arguments_between_tags_are_written_as_they_are_read() -> None:
+    """SPEC D12: a format named by the caller writes old calls in its tags, texts that hold tags wrapped."""
+    arguments = {"path": "a", "text": "<b>\n</param>", "lines": [1]}
+    turns = [
+        USER,
+        {"role": "assistant", "content": "", "tool_calls": [asked("c", "write", json.dumps(arguments))]},
+    ]
+    turn = prepared_turn(turns, CHATML, ToolOffer((Tool("write"),), tool_format="minicpm"))
+    assert turn.messages[-1]["content"] == (
+        '<function name="write"><param name="path">a</param>\n'
+        '<param name="text"><![CDATA[<b>\n</param>]]></param>\n<param name="lines">[1]</param>\n</function>'
+    )
+
+
+def test_gpt_oss_gets_text_and_reasoning_of_a_call_as_one() -> None:
+    """SPEC D12: its template refuses a turn that has calls, reasoning and text."""
+    called = {"role": "assistant", "content": "I look.", "reasoning_content": "Look.", **CALLED}
+    turn = prepared_turn([USER, called], "{{ tools }}tool_calls<|channel|><|message|>", ToolOffer((WEATHER,)))
+    assert (turn.messages[1]["thinking"], turn.messages[1]["content"]) == ("Look.\n\nI look.", "")
 
 
 def test_without_tools_nothing_is_added() -> None:
@@ -234,20 +309,38 @@ def test_a_choice_of_none_hides_the_tools() -> None:
 
 
 @pytest.mark.parametrize(
-    ("calls", "param"),
+    ("calls", "text"),
     [
-        ([asked("a", "f", "[1]")], "messages.0.tool_calls.0.function.arguments"),
-        ([asked("a", "f", '{"a":')], "messages.0.tool_calls.0.function.arguments"),
-        ([{"id": "a", "function": {}}], "messages.0.tool_calls.0"),
-        (["x"], "messages.0.tool_calls.0"),
-        ("x", "messages.0.tool_calls"),
+        ([asked("a", "f", "[1]")], '{"name": "f", "arguments": [1]}'),
+        ([asked("a", "f", '{"a":')], '{"name": "f", "arguments": {"a":}'),
+        ([{"id": "a", "function": {}}], "{}"),
+        (["x"], "x"),
+        ("x", "x"),
+        ([asked("a", "f", "{}"), None], "null"),
+        ([asked("a", "f", "{}")] * 129, '{"name": "f", "arguments": {}}'),
     ],
 )
-def test_a_malformed_call_in_the_history_is_refused_by_its_place(calls: Any, param: str) -> None:
-    """SPEC S3: 400 naming the entry."""
-    with pytest.raises(InvalidRequestError) as caught:
-        template_input([{"role": "assistant", "tool_calls": calls}], [], HERMES)
-    assert caught.value.param == param
+@pytest.mark.parametrize("syntax", [HERMES_FORMAT, GENERIC_FORMAT])
+def test_a_malformed_call_in_the_history_is_shown_as_text_with_its_results(calls, text, syntax) -> None:
+    """SPEC W2: whatever a model wrote, the conversation goes on; well-formed calls stay calls."""
+    history = [
+        USER,
+        {"role": "assistant", "content": "So:", "tool_calls": calls},
+        {"role": "tool", "tool_call_id": "a", "content": "no such thing"},
+        {"role": "user", "content": "Again"},
+        *TWO_CALLS[1:],
+    ]
+    given = template_input(history, [], syntax)
+    assert given.num_spelled == 1
+    _, spoilt, answered, *rest = given.messages
+    assert "tool_calls" not in spoilt
+    assert spoilt["content"].startswith("So:\n<tool_call>\n")
+    assert f"<tool_call>\n{text}\n</tool_call>" in spoilt["content"]
+    assert answered == {
+        "role": "user",
+        "content": "<tool_response>\nno such thing\n</tool_response>\nAgain",
+    }
+    assert ("tool_calls" in rest[0]) == syntax.is_native
 
 
 # ------------------------------------------------------------ tools and tool_choice
@@ -411,21 +504,23 @@ def test_a_call_cannot_be_required_without_tools() -> None:
 REQUIRED = ToolChoice(ChoiceMode.REQUIRED)
 CITY = '{"city": "Bonn"}'
 FORCED = {
-    HERMES.name: '<tool_call>\n{"name": "weather", "arguments": {"city": "Bonn"}}\n</tool_call>',
-    GENERIC.name: '<tool_call>\n{"name": "weather", "arguments": {"city": "Bonn"}}\n</tool_call>',
-    LLAMA3.name: '{"name": "weather", "parameters": {"city": "Bonn"}}',
-    MISTRAL.name: '[{"name": "weather", "arguments": {"city": "Bonn"}}]',
-    MISTRAL_ARGS.name: '[TOOL_CALLS]weather[ARGS]{"city": "Bonn"}',
+    HERMES_FORMAT.name: '<tool_call>\n{"name": "weather", "arguments": {"city": "Bonn"}}\n</tool_call>',
+    GENERIC_FORMAT.name: '<tool_call>\n{"name": "weather", "arguments": {"city": "Bonn"}}\n</tool_call>',
+    LLAMA3_FORMAT.name: '{"name": "weather", "parameters": {"city": "Bonn"}}',
+    MISTRAL_FORMAT.name: '[{"name": "weather", "arguments": {"city": "Bonn"}}]',
+    MISTRAL_ARGS_FORMAT.name: '[TOOL_CALLS]weather[ARGS]{"city": "Bonn"}',
 }
 FORCED_TWICE = {
-    HERMES.name: FORCED["hermes"] + '\n<tool_call>\n{"name": "clock", "arguments": {}}\n</tool_call>',
-    GENERIC.name: FORCED["hermes"] + '\n<tool_call>\n{"name": "clock", "arguments": {}}\n</tool_call>',
-    LLAMA3.name: FORCED["llama3"] + '; {"name": "clock", "parameters": {}}',
-    MISTRAL.name: FORCED["mistral"][:-1] + ', {"name": "clock", "arguments": {}}]',
-    MISTRAL_ARGS.name: FORCED["mistral-args"] + "[TOOL_CALLS]clock[ARGS]{}",
+    HERMES_FORMAT.name: FORCED["hermes"] + '\n<tool_call>\n{"name": "clock", "arguments": {}}\n</tool_call>',
+    GENERIC_FORMAT.name: FORCED["hermes"] + '\n<tool_call>\n{"name": "clock", "arguments": {}}\n</tool_call>',
+    LLAMA3_FORMAT.name: FORCED["llama3"] + '; {"name": "clock", "parameters": {}}',
+    MISTRAL_FORMAT.name: FORCED["mistral"][:-1] + ', {"name": "clock", "arguments": {}}]',
+    MISTRAL_ARGS_FORMAT.name: FORCED["mistral-args"] + "[TOOL_CALLS]clock[ARGS]{}",
 }
 every_syntax = pytest.mark.parametrize(
-    "syntax", [HERMES, LLAMA3, MISTRAL, MISTRAL_ARGS, GENERIC], ids=lambda syntax: syntax.name
+    "syntax",
+    [HERMES_FORMAT, LLAMA3_FORMAT, MISTRAL_FORMAT, MISTRAL_ARGS_FORMAT, GENERIC_FORMAT],
+    ids=lambda syntax: syntax.name,
 )
 
 
@@ -449,7 +544,7 @@ def test_a_forced_answer_is_calls_that_the_parser_reads_back(syntax: Any) -> Non
         (FORCED_TWICE[syntax.name], ["weather", "clock"]),
     ):
         assert follows(source, text) == (True, True)
-        parser = ToolCallParser(syntax, ["weather", "clock"], "seed")
+        parser = ToolCallParser(syntax.syntax, ["weather", "clock"], "seed")
         events = parser.feed(text) + parser.finish()
         assert [event.name for event in events if isinstance(event, CallBegan)] == names
         assert sum(isinstance(event, CallEnded) for event in events) == len(names)
@@ -497,7 +592,7 @@ def test_references_inside_a_schema_keep_their_root() -> None:
         "properties": {"a": {"$ref": "#/$defs/n"}},
         "$defs": {"n": {"type": "integer"}},
     }
-    _, source = forced_calls(LLAMA3, [Tool("f", "", schema)], REQUIRED)
+    _, source = forced_calls(LLAMA3_FORMAT, [Tool("f", "", schema)], REQUIRED)
     assert follows(source, '{"name": "f", "parameters": {"a": 7}}') == (True, True)
     assert not follows(source, '{"name": "f", "parameters": {"a": "x"}}')[0]
 
@@ -506,16 +601,16 @@ def test_too_many_words_for_a_grammar_are_refused() -> None:
     """SPEC S4: tools that may be offered but are too much to force."""
     tools = [Tool(f"f{i}", "", {"type": "object", "title": "x" * 60_000}) for i in range(3)]
     with pytest.raises(InvalidRequestError, match="at most 131072") as caught:
-        forced_calls(HERMES, tools, REQUIRED)
+        forced_calls(HERMES_FORMAT, tools, REQUIRED)
     assert caught.value.param == "tools"
-    assert forced_calls(HERMES, tools, ToolChoice(ChoiceMode.NAMED, "f0"))
+    assert forced_calls(HERMES_FORMAT, tools, ToolChoice(ChoiceMode.NAMED, "f0"))
 
 
 def test_a_forced_turn_carries_constraint_and_prefill() -> None:
     """SPEC D7: the prompt of a family with a control token ends with it, so that the grammar needs none."""
     turn = prepared_turn([USER], MISTRAL_V3, ToolOffer((CLOCK,), REQUIRED, max_calls=1))
     assert turn.prefill == "[TOOL_CALLS]"
-    assert turn.constraint == forced_calls(MISTRAL, [CLOCK], REQUIRED, 1)
+    assert turn.constraint == forced_calls(MISTRAL_FORMAT, [CLOCK], REQUIRED, 1)
     assert turn.control_tokens == ("[TOOL_CALLS]",)
     thinking = prepared_turn([USER], MISTRAL_V3 + "[/THINK]", ToolOffer((CLOCK,), REQUIRED))
     assert thinking.prefill == ""
@@ -525,12 +620,12 @@ def test_a_forced_turn_carries_constraint_and_prefill() -> None:
 def test_one_call_at_most_ends_the_answer_behind_it() -> None:
     """SPEC D7: parallel_tool_calls false without force; the parser needs no closing tag."""
     offer = ToolOffer((WEATHER,), max_calls=1)
-    (stop,) = prepared_turn([USER], QWEN, offer).stops
+    (stop,) = set(prepared_turn([USER], QWEN, offer).stops) - TURN_ENDS
     text = FORCED["hermes"].partition(stop)[0]
-    parser = ToolCallParser(HERMES, ["weather"], "seed")
+    parser = ToolCallParser(HERMES_FORMAT.syntax, ["weather"], "seed")
     assert isinstance((parser.feed(text) + parser.finish())[-1], CallEnded)
-    assert prepared_turn([USER], QWEN, ToolOffer((WEATHER,))).stops == ()
-    assert prepared_turn([USER], LLAMA, offer).stops == ()
+    for template, given in ((QWEN, ToolOffer((WEATHER,))), (LLAMA, offer)):
+        assert set(prepared_turn([USER], template, given).stops) <= TURN_ENDS
 
 
 def test_a_schema_with_too_long_a_text_is_refused_before_it_is_encoded(

@@ -289,7 +289,7 @@ def checked(path: Path, *command: str) -> str:
 def found_by_mypy(path: Path, *options: str) -> set[int]:
     """Lines with an error."""
     (path.parent / "mypy.ini").write_text(
-        f"[mypy]\nstrict = true\nmypy_path = {SOURCE}\ncache_dir = {path.parent / 'cache'}\n"
+        f"[mypy]\nstrict = true\nmypy_path = {SOURCE}\ncache_dir = {path.parents[1] / 'mypy'}\n"
         "follow_imports = silent\nignore_missing_imports = true\n",
         encoding="utf-8",
     )

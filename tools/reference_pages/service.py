@@ -48,6 +48,7 @@ SECTIONS = {
     "states": "States of recurrent models",
     "models": "Models",
     "tokens": "Tokens",
+    "ollama": "Ollama's API",
     "runtime": "The runtime",
     "probes": "For supervisors",
 }

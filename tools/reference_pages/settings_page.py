@@ -10,8 +10,9 @@ from unittest import mock
 from tools.reference_pages.markdown import MADE, table
 
 from stoker.cli.commands.serve import PANELS
-from stoker.setting_fields import ENV_PREFIX
+from stoker.setting_fields import ENV_PREFIX, FrozenSettings
 from stoker.settings import EngineSettings, ServerSettings, flag_of
+from stoker.site_settings import KeySettings, ModelSettings, PerModelSettings
 
 HEAD = f"""# Settings
 
@@ -32,6 +33,20 @@ memory_limit = "4GiB"
 port = 8686
 ```
 """
+TABLES = """
+## Tables of models
+
+`[models.NAME]` names a model. The keys of all models (marked *) hold for it alone; what it leaves open is as
+for all. The first table is the default model, unless `--model` names others, which may be names of tables.
+How to write one, and what happens on SIGHUP: [howto/site-file.md](howto/site-file.md).
+
+"""
+KEYS = """
+## Tables of keys
+
+`[keys.NAME]` is a key by its hash: [keys.md](keys.md).
+
+"""
 _HOME = "/home-of-the-user"
 
 
@@ -42,7 +57,25 @@ def settings_page() -> str:
     for panel, names in PANELS.items():
         rows = [_row(name, fields[name]) for name in names.split()]
         parts += [f"\n## {panel}\n\n", table(("key", "flag", "variable", "default", "meaning"), rows)]
+    parts += [TABLES, _table_of(ModelSettings), KEYS, _table_of(KeySettings)]
     return "".join(parts)
+
+
+def _table_of(kind: type[FrozenSettings]) -> str:
+    """Every key of a table: its default and its meaning."""
+    shared = PerModelSettings.model_fields
+    own = {name: field for name, field in kind.model_fields.items() if name not in shared}
+    rows = [(f"`{name}`", _shown(field), field.description or "") for name, field in own.items()]
+    rows += [(f"`{name}` *", "as for all", field.description or "") for name, field in shared.items()]
+    return table(
+        ("key", "default", "meaning"), rows if issubclass(kind, PerModelSettings) else rows[: len(own)]
+    )
+
+
+def _shown(field: Any) -> str:
+    """A default in words."""
+    own = (field.json_schema_extra or {}).get("shown")
+    return own or ("no" if field.default is False else _default(field))
 
 
 def _row(name: str, setting: Any) -> tuple[str, ...]:

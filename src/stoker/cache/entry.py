@@ -7,6 +7,7 @@ C1, C2). The prefix cache decides what is stored and what is evicted.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Hashable, Iterator
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -46,6 +47,9 @@ class Line(StrEnum):
     DISK = "disk"
 
 
+_numbers = itertools.count(1)
+
+
 @dataclass(slots=True, eq=False)
 class Entry:
     """A prefix of `namespace` and its state.
@@ -66,6 +70,7 @@ class Entry:
         is_background: it was made for background.
         used_s: when it was used last.
         num_hits: how often it was used since this program has it.
+        number: of this entry alone, in this program.
     """
 
     namespace: bytes
@@ -83,11 +88,17 @@ class Entry:
     is_background: bool = False
     used_s: float = 0.0
     num_hits: int = 0
+    number: int = field(default_factory=_numbers.__next__)
     state: EntryState = EntryState.PENDING
 
     def __repr__(self) -> str:
         where = f"{self.state}{' saved' if self.file else ''}"
         return f"<Entry {self.num_tokens} tokens, {self.size_bytes} bytes, {where}, leases {self.leases}>"
+
+    @property
+    def id(self) -> str:
+        """Its name for those who are shown what is stored."""
+        return f"{self.namespace.hex()[:8]}-{self.number}"
 
     @property
     def num_tokens(self) -> int:
@@ -213,6 +224,10 @@ class EntryIndex:
     def beside(self, entry: Entry) -> list[Entry]:
         """Entries that alone would save more, were this one not there: of models that can go back."""
         return self._trees[entry.namespace].beside(entry.key)
+
+    def above(self, entry: Entry) -> list[tuple[int, Entry | None]]:
+        """Lengths at which others part from an entry or end, with what is stored of these; shortest first."""
+        return self._trees[entry.namespace].above(entry.key)
 
     def figures(self, entry: Entry, now: float) -> Candidate:
         """What eviction weighs an entry by: tokens that only it saves, its bytes, how long it was idle."""

@@ -8,13 +8,15 @@ entry too, leased by them and counted apart (SPEC Q4).
 
 from __future__ import annotations
 
-import heapq
-from collections.abc import Hashable, Iterable
+from collections.abc import Hashable, Iterable, Mapping
 from dataclasses import dataclass
+
+import msgspec
 
 from stoker.cache.disk.tier import DiskTier
 from stoker.cache.entry import MIN_TOKENS, Entry, EntryIndex, EntryState, Line, Snapshot
 from stoker.cache.eviction import VictimRanking, Worth, victim, worth
+from stoker.cache.prefix_tree import Reader, prefix_tree
 from stoker.ipc.model import CacheMode
 from stoker.ipc.status import CacheStatus, PrefixStatus
 from stoker.machine.ledger import Ledger
@@ -27,7 +29,6 @@ PART_OF_ENGINE = 4
 """Stored prefixes take at most a quarter of the memory that the engine may take in all."""
 
 
-NAMESPACE_CHARS = 8
 """Enough of a namespace's digest to tell it from the others."""
 
 
@@ -204,24 +205,19 @@ class PrefixCache:
         self._now = entry.used_s = now
         entry.num_hits += 1
 
-    def largest(self, count: int, now: float) -> list[PrefixStatus]:
-        """So many stored prefixes, the longest first; no token of any."""
-        return [
-            PrefixStatus(
-                namespace=entry.namespace.hex()[:NAMESPACE_CHARS],
-                source=entry.source,
-                where=str(entry.state),
-                num_tokens=entry.num_tokens,
-                own_tokens=self.index.figures(entry, now).num_saved,
-                ram_bytes=entry.size_bytes if entry.is_in_ram else 0,
-                disk_bytes=entry.file_bytes,
-                num_hits=entry.num_hits,
-                idle_s=max(0.0, now - entry.used_s),
-                num_leases=len(entry.leases),
-                is_background=entry.is_background,
-            )
-            for entry in heapq.nlargest(count, self.index, key=lambda entry: entry.num_tokens)
-        ]
+    def prefixes(
+        self, count: int, readers: Iterable[Reader], models: Mapping[str, str], now: float
+    ) -> list[PrefixStatus]:
+        """So many stored prefixes, the longest, as a tree; no token of any.
+
+        Args:
+            count: the most that are shown.
+            readers: requests that compute now.
+            models: ids by the paths of their files.
+            now: the time.
+        """
+        found = prefix_tree(self.index, count, readers, now)
+        return [msgspec.structs.replace(each, model=models.get(each.source, "")) for each in found]
 
     def drop(self, namespace: bytes, key: bytes) -> None:
         """Forget an entry that others make superfluous, unless it is leased."""

@@ -230,6 +230,18 @@ class RadixTree(Generic[V]):
             node = node.parent
         return found[::-1]
 
+    def above(self, key: bytes) -> list[tuple[int, V | None]]:
+        """Number of tokens and value of each place above a stored key but the root; None: only a fork.
+
+        Shortest first. Raises KeyError: not stored.
+        """
+        found: list[tuple[int, V | None]] = []
+        node = self._place_of(key).parent
+        while node is not None and node.parent is not None:
+            found.append((node.end // TOKEN_BYTES, node.entry.value if node.entry else None))
+            node = node.parent
+        return found[::-1]
+
     def own_tokens(self, key: bytes) -> int:
         """Tokens of this stored key that no other stored key shares. Raises KeyError: not stored."""
         node = self._place_of(key)

@@ -6,7 +6,7 @@ The server decides what it looks like on the wire.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from stoker.chat.answer_events import (
@@ -20,7 +20,8 @@ from stoker.chat.answer_events import (
 )
 from stoker.chat.reasoning import ReasoningSplitter, ReasoningTags
 from stoker.chat.tools.calls import ToolCallParser
-from stoker.chat.tools.tools import ToolSyntax
+from stoker.chat.tools.channels import ChannelReader
+from stoker.chat.tools.syntax import ToolSyntax
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,12 +33,15 @@ class AnswerForm:
         names: of the tools it may call.
         tags: of reasoning; None: none is looked for.
         is_reasoning: the text begins inside reasoning.
+        texts: of each tool the arguments that may be text, with the other JSON types that each may have;
+            empty where a call tells by itself.
     """
 
     syntax: ToolSyntax | None = None
     names: tuple[str, ...] = ()
     tags: ReasoningTags | None = None
     is_reasoning: bool = False
+    texts: Mapping[str, dict[str, tuple[str, ...]]] = field(default_factory=dict)
 
 
 class AnswerReader:
@@ -50,8 +54,17 @@ class AnswerReader:
     """
 
     def __init__(self, form: AnswerForm, seed: str, choice: int = 0) -> None:
-        self._splitter = ReasoningSplitter(form.tags, is_open=form.is_reasoning) if form.tags else None
-        self._parser = ToolCallParser(form.syntax, form.names, seed, choice) if form.syntax else None
+        tags, syntax = form.tags, form.syntax
+        self._parser: ToolCallParser | ChannelReader | None = None
+        self._splitter = None
+        if tags is not None and tags.final:
+            names = form.names if syntax else None
+            self._parser = ChannelReader(names, seed, choice, is_open=form.is_reasoning)
+            return
+        if tags is not None:
+            self._splitter = ReasoningSplitter(tags, is_open=form.is_reasoning)
+        if syntax is not None:
+            self._parser = ToolCallParser(syntax, form.names, seed, choice, form.texts)
 
     def __repr__(self) -> str:
         return f"AnswerReader({self._splitter!r}, {self._parser!r})"
@@ -64,6 +77,8 @@ class AnswerReader:
     @property
     def is_reasoning(self) -> bool:
         """Whether the text stands inside reasoning."""
+        if isinstance(self._parser, ChannelReader):
+            return self._parser.is_reasoning
         return self._splitter is not None and self._splitter.is_reasoning
 
     def feed(self, text: str) -> list[AnswerEvent]:

@@ -27,10 +27,13 @@ from stoker.chat.reasoning import (
     reasoning_tags_of,
     strip_reasoning,
 )
+from stoker.chat.tools.call_tags import texts_of
 from stoker.chat.tools.constraints import MAX_FORCED_CALLS, forced_calls
+from stoker.chat.tools.formats.table import format_named, format_of
 from stoker.chat.tools.history import TemplateInput, template_input
-from stoker.chat.tools.tools import AUTO, ChoiceMode, LeftOut, Tool, ToolChoice, tool_syntax_of
-from stoker.chat.turns import LayOut, accepted, text_of
+from stoker.chat.tools.tools import AUTO, ChoiceMode, LeftOut, Tool, ToolChoice
+from stoker.chat.turn_ends import turn_ends_of
+from stoker.chat.turns import LayOut, accepted, text_of, without_changing_line
 from stoker.errors import InvalidRequestError
 
 _MARK = "StokerGoesOnHere"
@@ -127,12 +130,14 @@ class ToolOffer:
         choice: whether and which.
         max_calls: in one answer; only 1 is kept to in an answer that is not forced.
         left_out: tools of the request that are no functions; the model is not told of them.
+        tool_format: the name of the format of calls; None: the model's own.
     """
 
     tools: tuple[Tool, ...] = ()
     choice: ToolChoice = AUTO
     max_calls: int = MAX_FORCED_CALLS
     left_out: tuple[LeftOut, ...] = ()
+    tool_format: str | None = None
 
 
 NO_TOOLS = ToolOffer()
@@ -165,7 +170,7 @@ class Layout:
     Attributes:
         prompt: for the model.
         form: how its text is to be read.
-        constraint, stops, control_tokens: as in `PreparedTurn`.
+        constraint, stops, control_tokens, num_spelled: as in `PreparedTurn`.
     """
 
     prompt: str
@@ -173,6 +178,7 @@ class Layout:
     constraint: tuple[str, str] | None = None
     stops: tuple[str, ...] = ()
     control_tokens: tuple[str, ...] = ()
+    num_spelled: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,8 +191,10 @@ class PreparedTurn:
         prefill: text that the rendered prompt is continued with.
         constraint: (kind, source) of the grammar that the answer has to follow, behind its reasoning; None:
             it is free.
-        stops: stop strings that end the answer behind its first call, where it may have no other.
+        stops: strings that end the answer: the end of its turn, and what is behind its first call, where it
+            may have no other.
         control_tokens: tokens that have to be spelled out in the answer's text to be seen in it.
+        num_spelled: earlier turns whose malformed calls the model is shown as text.
     """
 
     messages: list[dict[str, Any]]
@@ -195,6 +203,7 @@ class PreparedTurn:
     constraint: tuple[str, str] | None
     stops: tuple[str, ...]
     control_tokens: tuple[str, ...]
+    num_spelled: int
     _form: AnswerForm
     _continuation: Continuation | None = None
 
@@ -221,6 +230,7 @@ class PreparedTurn:
             constraint=self.constraint,
             stops=self.stops,
             control_tokens=self.control_tokens,
+            num_spelled=self.num_spelled,
         )
 
 
@@ -229,6 +239,7 @@ def prepared_turn(
     template: str | None,
     offer: ToolOffer = NO_TOOLS,
     continuation: Continuation | None = None,
+    eos_text: str = "",
 ) -> PreparedTurn:
     """The turn for a model with that chat template (Jinja source; None: it has none).
 
@@ -237,29 +248,35 @@ def prepared_turn(
         template: of the model.
         offer: of tools.
         continuation: what the answer goes on with; None: it is a turn of its own.
+        eos_text: the token that ends the model's text in any case.
 
     Raises:
-        InvalidRequestError: a call in the history is malformed, or the tools are too many to be forced;
-            `param` names it.
+        InvalidRequestError: the tools are too many to be forced, or there is no format of that name; `param`
+            names it.
     """
-    tags = reasoning_tags_of(template)
-    syntax = tool_syntax_of(template)
+    style = format_named(offer.tool_format) if offer.tool_format else format_of(template)
+    tags = style.tags or reasoning_tags_of(template)
+    syntax = style.syntax
     tools = () if offer.choice.mode is ChoiceMode.NONE else offer.tools
     if continuation is not None:
         messages = continuation.marked(messages)
-    kept = strip_reasoning(messages, tags)
-    given: TemplateInput = template_input(kept, tools, syntax, template)
+    kept = strip_reasoning(without_changing_line(messages), tags)
+    given: TemplateInput = template_input(kept, tools, style, template)
     is_forced = offer.choice.is_forced
-    spelled = [*(syntax.control_tokens if tools else ()), *((tags.opener, tags.closer) if tags else ())]
+    ends = turn_ends_of(template, eos_text)
+    spelled = [*(style.control_tokens if tools or style.tags else ()), *(tags.spelled if tags else ()), *ends]
+    stop = style.stop if tools and not is_forced and offer.max_calls == 1 else ""
+    texts = {tool.name: texts_of(tool.parameters) for tool in tools} if syntax.tags else {}
     return PreparedTurn(
         messages=given.messages,
         tools=given.tools,
         # Reasoning comes first, and behind it the model opens the call by itself.
-        prefill=syntax.prefill if is_forced and tags is None else "",
-        constraint=forced_calls(syntax, tools, offer.choice, offer.max_calls) if is_forced else None,
-        stops=(syntax.closer,) if tools and not is_forced and offer.max_calls == 1 and syntax.closer else (),
+        prefill=style.prefill if is_forced and tags is None else "",
+        constraint=forced_calls(style, tools, offer.choice, offer.max_calls) if is_forced else None,
+        stops=(*ends, *([stop] if stop else ())),
         control_tokens=tuple(spelled),
-        _form=AnswerForm(syntax if tools else None, tuple(tool.name for tool in tools), tags),
+        num_spelled=given.num_spelled,
+        _form=AnswerForm(syntax if tools else None, tuple(tool.name for tool in tools), tags, texts=texts),
         _continuation=continuation,
     )
 
@@ -268,14 +285,15 @@ def lay_out(conversation: Conversation) -> Layout:
     """The prompt, and what goes with it.
 
     Raises:
-        InvalidRequestError: the template refuses or fails on the messages, or a call in them is malformed.
+        InvalidRequestError: the template refuses or fails on the messages.
         UnsupportedError: the template itself is broken.
     """
     from stoker.chat.template import template_of  # noqa: PLC0415 - only worker processes render
 
     args = dict(conversation.args)
     continuation = continuation_of(conversation.messages, args)
-    turn = prepared_turn(conversation.messages, conversation.template, conversation.offer, continuation)
+    source, eos_text = conversation.template, conversation.eos_text
+    turn = prepared_turn(conversation.messages, source, conversation.offer, continuation, eos_text)
     args |= {"tools": turn.tools} if turn.tools else {}
-    template = template_of(conversation.template, conversation.bos_text, conversation.eos_text)
+    template = template_of(source, conversation.bos_text, eos_text)
     return turn.laid_out(lambda messages, /, **changes: template.render(messages, **(args | changes)))

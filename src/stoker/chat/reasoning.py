@@ -18,21 +18,59 @@ WHITE = " \t\r\n"
 
 @dataclass(frozen=True, slots=True)
 class ReasoningTags:
-    """The text before and after reasoning. Both may be control tokens, which have to be spelled out."""
+    """The text before and after reasoning. Both may be control tokens, which have to be spelled out.
+
+    Attributes:
+        opener, closer: of the reasoning.
+        mark: what shows in a template that its model reasons so; empty: the closer.
+        answer: the text around the answer behind it, which is no part of the answer; empty: nothing.
+        final: the header of the answer itself, where an answer is messages with headers; empty: it is not.
+    """
 
     opener: str
     closer: str
+    mark: str = ""
+    answer: tuple[str, str] = ("", "")
+    final: str = ""
+
+    @property
+    def spelled(self) -> tuple[str, ...]:
+        """All that has to be seen in the text."""
+        return tuple(text for text in (self.opener, self.closer, *self.answer) if text)
+
+    def is_in(self, template: str) -> bool:
+        """Whether a chat template (Jinja source) shows these tags."""
+        return (self.mark or self.closer) in template
 
 
 THINK = ReasoningTags("<think>", "</think>")
 BRACKETS = ReasoningTags("[THINK]", "[/THINK]")
-_KNOWN = (THINK, BRACKETS)
+THINKING = ReasoningTags("<thinking>", "</thinking>")
+SEED_THINK = ReasoningTags("<seed:think>", "</seed:think>")
+CHANNEL_THOUGHT = ReasoningTags("<|channel>thought", "<channel|>")
+COMMAND_THINKING = ReasoningTags(
+    "<|START_THINKING|>", "<|END_THINKING|>", answer=("<|START_RESPONSE|>", "<|END_RESPONSE|>")
+)
+GRANITE_THINK = ReasoningTags("<think>", "</think>", mark="<response>", answer=("<response>", "</response>"))
+APRIEL_STEPS = ReasoningTags(
+    "Here are my reasoning steps:", "[BEGIN FINAL RESPONSE]", answer=("", "[END FINAL RESPONSE]")
+)
+HUNYUAN_THINK = ReasoningTags("<think:opensource>", "</think:opensource>", mark=":opensource")
+MINIMAX_THINK = ReasoningTags("<mm:think>", "</mm:think>")
+GRANITE_HERE = ReasoningTags("Here is my thought process:", "Here is my response:")
+HARMONY_TAGS = ReasoningTags(
+    "<|channel|>analysis<|message|>", "<|end|>", mark="<|channel|>", final="<|channel|>final<|message|>"
+)
+_KNOWN = (
+    *(HARMONY_TAGS, CHANNEL_THOUGHT, COMMAND_THINKING, GRANITE_THINK, SEED_THINK),
+    *(APRIEL_STEPS, HUNYUAN_THINK, MINIMAX_THINK, THINK, THINKING, BRACKETS, GRANITE_HERE),
+)
 _FIELDS = frozenset({"reasoning_content", "reasoning"})
 
 
 def reasoning_tags_of(template: str | None) -> ReasoningTags | None:
     """The tags that a chat template (Jinja source) writes or removes; None: the model does not reason."""
-    return next((tags for tags in _KNOWN if template and tags.closer in template), None)
+    return next((tags for tags in _KNOWN if template and tags.is_in(template)), None)
 
 
 def is_opened_by(prompt: str, tags: ReasoningTags) -> bool:
@@ -44,6 +82,7 @@ class _Place(Enum):
     START = auto()
     REASONING = auto()
     BETWEEN = auto()  # white space behind the reasoning
+    OPENING = auto()  # what opens the answer, which only some models write
     ANSWER = auto()
 
 
@@ -60,7 +99,8 @@ class ReasoningSplitter:
     def __init__(self, tags: ReasoningTags, *, is_open: bool = False) -> None:
         self._tags = tags
         self._place = _Place.REASONING if is_open else _Place.START
-        self._held = ""
+        self._space: list[str] = []  # white space that is not delivered yet
+        self._held = ""  # what may begin a tag, behind that
         self._has_reasoned = False  # text of the reasoning was delivered
 
     def __repr__(self) -> str:
@@ -73,55 +113,90 @@ class ReasoningSplitter:
 
     def feed(self, text: str) -> list[Reasoning | str]:
         """What `text` adds."""
-        if self._place is _Place.ANSWER:
+        if self._place is _Place.ANSWER and not self._tags.answer[1]:
             return [text] if text else []
         self._held += text
         events: list[Reasoning | str] = []
-        if self._place is _Place.START:
+        if self._place is not _Place.ANSWER:
+            self._set_space_aside()
+        if self._place is _Place.START and self._held:
             self._start()
         if self._place is _Place.REASONING:
             self._reason(events)
         if self._place is _Place.BETWEEN:
-            self._held = self._held.lstrip(WHITE)
+            self._set_space_aside()
+            self._space.clear()
             if self._held:
-                self._place = _Place.ANSWER
+                self._place = _Place.OPENING
+        if self._place is _Place.OPENING:
+            self._open_answer()
         if self._place is _Place.ANSWER and self._held:
-            events.append(self._held)
-            self._held = ""
+            self._answer(events)
         return events
 
     def finish(self) -> list[Reasoning | str]:
         """What was held back, when nothing can follow any more."""
         held, self._held = self._held, ""
         if self._place is _Place.REASONING:
-            held = held.rstrip(WHITE)
+            held = self._behind_space(held) if held else ""
             return [Reasoning(held)] if held else []
+        held = "".join(self._space) + held
+        self._space.clear()
         return [held] if held else []
 
+    def _set_space_aside(self) -> None:
+        """Nothing that is held begins with white space, which may be long and is looked at once."""
+        bare = self._held.lstrip(WHITE)
+        self._space.append(self._held[: len(self._held) - len(bare)])
+        self._held = bare
+
+    def _behind_space(self, text: str) -> str:
+        """Text of the reasoning with the white space before it, if it is not the first."""
+        space = "".join(self._space) if self._has_reasoned else ""
+        self._space.clear()
+        return space + text
+
     def _start(self) -> None:
-        begun = self._held.lstrip(WHITE)
         opener = self._tags.opener
-        if begun.startswith(opener):
-            self._held = begun.removeprefix(opener)
+        if self._held.startswith(opener):
+            self._held = self._held.removeprefix(opener)
             self._place = _Place.REASONING
-        elif not opener.startswith(begun):
-            self._place = _Place.ANSWER
+            self._set_space_aside()
+        elif not opener.startswith(self._held):
+            self._place = _Place.OPENING
 
     def _reason(self, events: list[Reasoning | str]) -> None:
-        if not self._has_reasoned:
-            self._held = self._held.lstrip(WHITE)
         closer = self._tags.closer
         text, found, rest = self._held.partition(closer)
-        if not found:
-            shown = text[: len(text) - _overlap(text, closer)].rstrip(WHITE)
-            rest = text[len(shown) :]
-        else:
-            shown = text.rstrip(WHITE)
-            self._place = _Place.BETWEEN
-        if shown:
-            events.append(Reasoning(shown))
+        held = "" if found else text[len(text) - _overlap(text, closer) :]
+        text = text.removesuffix(held)
+        if shown := text.rstrip(WHITE):
+            events.append(Reasoning(self._behind_space(shown)))
             self._has_reasoned = True
-        self._held = rest
+        self._space.append(text[len(shown) :])
+        self._held = held
+        if found:
+            self._place, self._held = _Place.BETWEEN, rest
+
+    def _open_answer(self) -> None:
+        opener = self._tags.answer[0]
+        if opener and opener.startswith(self._held) and self._held != opener:
+            return  # held until it is told apart
+        if opener and self._held.startswith(opener):
+            self._held = self._held.removeprefix(opener)
+        else:
+            self._held = "".join(self._space) + self._held
+        self._space.clear()
+        self._place = _Place.ANSWER
+
+    def _answer(self, events: list[Reasoning | str]) -> None:
+        """Deliver the answer without what closes it."""
+        closer = self._tags.answer[1]
+        text = self._held.replace(closer, "") if closer else self._held
+        end = len(text) - (_overlap(text, closer) if closer else 0)
+        if end:
+            events.append(text[:end])
+        self._held = text[end:]
 
 
 def strip_reasoning(
@@ -155,7 +230,7 @@ def _with_reasoning(message: Mapping[str, Any]) -> dict[str, Any]:
 def _without_reasoning(message: Mapping[str, Any], tags: ReasoningTags | None) -> dict[str, Any]:
     kept = {name: value for name, value in message.items() if name not in _FIELDS}
     content = kept.get("content")
-    if tags is None or kept.get("role") != "assistant" or not isinstance(content, str):
+    if tags is None or tags.final or kept.get("role") != "assistant" or not isinstance(content, str):
         return kept
     opened, found, rest = content.partition(tags.closer)
     # A template that opens the reasoning itself leaves answers with the closing tag alone.

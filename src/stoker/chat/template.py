@@ -16,6 +16,7 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from functools import cached_property, lru_cache
+from types import GeneratorType
 from typing import TYPE_CHECKING, Any, Never
 
 from jinja2 import TemplateError, TemplateSyntaxError, nodes, pass_context
@@ -112,7 +113,14 @@ class _Meter(NodeTransformer):
 def _tojson(value: Any, **options: Any) -> str:
     """JSON as text for a model: no HTML escapes, non-ASCII left as it is (transformers' convention)."""
     allowed = {name: options[name] for name in _JSON_OPTIONS if name in options}
-    return json.dumps(value, **{"ensure_ascii": False, **allowed})
+    return json.dumps(value, default=_listed, **{"ensure_ascii": False, **allowed})
+
+
+def _listed(value: Any) -> list[Any]:
+    """What a filter such as `map` gives is a list in JSON, as in llama.cpp."""
+    if not isinstance(value, GeneratorType):
+        raise TypeError(f"Object of type {type(value).__name__} is not JSON serializable")
+    return list(value)
 
 
 def _strftime_now(pattern: str) -> str:

@@ -1,5 +1,7 @@
 """The forms of a conversation that a template may take, and the text of a turn.
 
+A line that coding agents change with every request is taken out before.
+
 Gemma's and Mistral's first templates know no system turn, others none but the first: their text becomes part
 of the user's next turn. Which form a template takes is found by rendering it, which is `template`'s: the
 client imports this module and not that one, whose library takes memory where nothing is rendered.
@@ -8,10 +10,42 @@ client imports this module and not that one, whose library takes memory where no
 from __future__ import annotations
 
 import contextlib
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 from stoker.errors import InvalidRequestError
+
+_SYSTEM_ROLES = frozenset({"system", "developer"})
+_CHANGING_LINE = re.compile(r"^[ \t]*x-anthropic-billing-header:[^\n]*\n?", re.IGNORECASE | re.MULTILINE)
+"""A coding agent writes it into its system prompt, with another value each time, which would make what was
+computed of the whole conversation useless."""
+
+
+def without_changing_line(messages: Sequence[Mapping[str, Any]]) -> Sequence[Mapping[str, Any]]:
+    """The messages without the line of the first system text that is another with each request."""
+    at = next((index for index, turn in enumerate(messages) if turn.get("role") in _SYSTEM_ROLES), None)
+    if at is None:
+        return messages
+    kept = _without_line(messages[at].get("content"))
+    if not kept and len(messages) > 1:
+        return [*messages[:at], *messages[at + 1 :]]
+    return [*messages[:at], {**messages[at], "content": kept}, *messages[at + 1 :]]
+
+
+def _without_line(content: Any) -> Any:
+    if isinstance(content, str):
+        return _CHANGING_LINE.sub("", content)
+    if not isinstance(content, list | tuple):
+        return content
+    parts = []
+    for part in content:
+        text = part.get("text") if isinstance(part, Mapping) else None
+        if not isinstance(text, str) or (kept := _CHANGING_LINE.sub("", text)) == text:
+            parts.append(part)
+        elif kept:
+            parts.append({**part, "text": kept})
+    return parts
 
 
 def text_of(content: Any) -> str:

@@ -20,8 +20,8 @@ class ExitCode(IntEnum):
 
 MEANINGS = {
     ExitCode.DONE: "Done.",
-    ExitCode.NO: "It worked, and the answer is no: `doctor` or `cache verify` found something broken, "
-    "`plan` no room, or a question was answered with no.",
+    ExitCode.NO: "It worked, and the answer is no: `doctor`, `cache verify` or `config check` found "
+    "something wrong, `plan` no room, or a question was answered with no.",
     ExitCode.FAULT: "The input, the model or the machine is at fault; one line on stderr says what. "
     "`read` and a `chat` from a pipe go on with the rest first.",
     ExitCode.INTERRUPTED: "Ctrl-C.",

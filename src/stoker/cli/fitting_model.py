@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 from stoker.errors import InvalidRequestError, ModelNotFoundError, StokerError
+from stoker.images.turns import can_see
 from stoker.ipc.model import ModelClass, Pairing, Pooling
 
 if TYPE_CHECKING:
@@ -137,7 +138,7 @@ def _is_meant(info: ModelInfo, wanted: str) -> bool:
 
 def _serves(info: ModelInfo, work: Work) -> bool:
     if work is READ:
-        return info.pairing == Pairing.READY
+        return can_see(info)
     return work.is_done_by(info)
 
 

@@ -1,130 +1,64 @@
-"""The command `stoker`: which subcommands there are, in which order and with which examples.
+"""The program `stoker`: what it does before its commands, which are `stoker.cli.app`'s, are imported.
 
-The module of a command imports what is heavy when it runs, so that `stoker --help` answers at once. How
-errors end a command is `stoker.cli.command`'s, the exit codes are those of `stoker.cli.exits`.
+A server's engine is spawned here: what it imports takes as long as what the command does. Apart because it
+comes before those imports.
 """
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import os
+import signal
 import sys
 from typing import TYPE_CHECKING
 
-import typer
-from typer.completion import get_completion_inspect_parameters
-
-from stoker.cli.command import CONTEXT_SETTINGS, HelpfulCommand, HelpfulGroup
-from stoker.cli.commands import (
-    cache,
-    chat,
-    choose,
-    completion,
-    doctor,
-    embed,
-    models,
-    plan,
-    ps,
-    pull,
-    read,
-    remote,
-    rerank,
-    run,
-    serve,
-)
-from stoker.cli.options import Version, with_version
-
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
-ASKING, MODELS, SERVER, MACHINE = "Ask a model", "Models", "Server", "This machine"
+    from stoker.client.process.child import EngineChild
 
-app = typer.Typer(
-    cls=HelpfulGroup,
-    add_completion=False,
-    pretty_exceptions_enable=False,
-    rich_markup_mode=None,
-    context_settings=CONTEXT_SETTINGS,
-    help="Run language models on this machine, for people who wait and jobs that do not.",
-    epilog="stoker run 'Why is the sky blue?'\nstoker chat\nstoker serve",
-)
-
-
-@app.callback()
-def _options(*, _version: Version = False) -> None:
-    pass
-
-
-def _offer(panel: str, name: str, command: Callable[..., None], *examples: str) -> None:
-    """Add a command, with what every command has."""
-    add = app.command(name, cls=HelpfulCommand, rich_help_panel=panel, epilog="\n".join(examples))
-    add(with_version(command))
-
-
-_offer(
-    ASKING,
-    "run",
-    run.run,
-    "stoker run 'Why is the sky blue?'",
-    "stoker run 'Summarise this' < report.txt",
-    "git diff | stoker run 'Write a commit message for this' --temperature 0",
-)
-_offer(ASKING, "chat", chat.chat, "stoker chat", "stoker chat --system 'Answer in one sentence.'")
-_offer(ASKING, "embed", embed.embed, "stoker embed 'a text' 'another'", "stoker embed < lines.txt > vectors")
-_offer(
-    ASKING,
-    "rerank",
-    rerank.rerank,
-    "stoker rerank 'capital of France' Bananas Paris",
-    "stoker rerank 'who pays?' --top-n 3 < paragraphs.txt",
-)
-_offer(
-    ASKING,
-    "choose",
-    choose.choose,
-    "stoker choose 'The film was great. The mood is' --choice ' good' --choice ' bad'",
-)
-_offer(
-    ASKING,
-    "read",
-    read.read,
-    "stoker read scan.png --ask 'What is the total?'",
-    "stoker read *.jpg --schema receipt.json > receipts.jsonl",
-)
-_offer(MODELS, "models", models.models, "stoker models", "stoker models --json | jq -r '.[].id'")
-_offer(
-    MODELS,
-    "pull",
-    pull.pull,
-    "stoker pull Qwen/Qwen2.5-0.5B-Instruct-GGUF",
-    "stoker pull Qwen/Qwen2.5-0.5B-Instruct-GGUF:Q8_0",
-)
-_offer(MODELS, "plan", plan.plan, "stoker plan", "stoker plan big.gguf --ctx-size 32768 --slots 4")
-_offer(
-    SERVER,
-    "serve",
-    serve.serve,
-    "stoker serve",
-    "stoker serve -m chat.gguf -m embedder.gguf --port 8000",
-    "stoker serve --config stoker.toml",
-)
-_offer(SERVER, "ps", ps.ps, "stoker ps", "stoker ps --url http://192.168.1.5:8686 --api-key KEY")
-_offer(SERVER, "load", remote.load, "stoker load chat.gguf --keep-alive 10m")
-_offer(SERVER, "unload", remote.unload, "stoker unload chat")
-_offer(SERVER, "pin", remote.pin, "stoker pin chat", "stoker pin chat --off")
-_offer(SERVER, "suspend", remote.suspend, "stoker suspend", "stoker suspend --grace-s 30")
-_offer(SERVER, "resume", remote.resume, "stoker resume")
-_offer(MACHINE, "doctor", doctor.doctor, "stoker doctor")
-app.add_typer(cache.app, name="cache", rich_help_panel=MACHINE)
-app.add_typer(completion.app, name="completion", rich_help_panel=MACHINE)
+_NO_SERVER = frozenset({"-h", "--help", "-V", "--version", "--isolation"})
+"""Words of the command line with which `serve` needs no process, or may need none."""
 
 
 def main() -> None:
     """Entry point of the `stoker` script."""
     _open_closed_streams()
-    sys.stdout.reconfigure(errors="replace")  # type: ignore[union-attr]  # a text file, outside of tests
-    if completion.VARIABLE in os.environ:
-        get_completion_inspect_parameters()  # registers the shells, which the library's own flags would do
-    app(prog_name=completion.PROGRAM)
+    with contextlib.ExitStack() as stack:
+        child = _spawned() if _is_server(sys.argv[1:]) else None
+        if child is not None:
+            stack.callback(child.close)
+        run_command = _imported()
+        run_command(child)
+
+
+def _imported() -> Callable[[EngineChild | None], None]:
+    """The commands; Ctrl-C while they are imported ends the program as it does afterwards."""
+    gc.disable()  # what is imported stays: to look through it for garbage takes a twelfth of the time
+    try:
+        from stoker.cli.app import run_command
+    except KeyboardInterrupt:
+        sys.exit(128 + signal.SIGINT)
+    gc.freeze()
+    gc.enable()
+    return run_command
+
+
+def _is_server(words: Sequence[str]) -> bool:
+    """Whether an engine's process will be needed, as far as the command line tells."""
+    is_asked = words[:1] == ["serve"] and "STOKER_ISOLATION" not in os.environ
+    return is_asked and not any(word.partition("=")[0] in _NO_SERVER for word in words)
+
+
+def _spawned() -> EngineChild | None:
+    """An engine's process; None where the machine refuses one: the server's own start says why."""
+    from stoker.client.process.child import EngineChild
+
+    try:
+        return EngineChild()
+    except (OSError, MemoryError):
+        return None
 
 
 def _open_closed_streams() -> None:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from stoker.cli.session import Activity
 from stoker.errors import StokerError
-from stoker.server.inbound.security import is_loopback
+from stoker.server.inbound.address import is_loopback
 from stoker.server.run_file import url_of
 from stoker.server.serve import Screen
 from stoker.wording import count_text, duration_text, size_text
@@ -35,6 +35,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 PERIOD_S = 1.0
+_LOADING = frozenset({"loading", "downloading"})
 MAX_STATUS_COLUMNS = 76  # in a window made narrower a longer line would be left behind in pieces
 
 
@@ -175,12 +176,15 @@ class StatusLine:
         parts += [f"{num_running} running", f"{len(engine.queue)} waiting"]
         if num_parked := len(engine.parked) + len(engine.paused):
             parts.append(f"{num_parked} parked")
+        parts += [f"{each.id} {each.fraction:.0%}" for each in engine.models if each.state in _LOADING]
         parts.append(f"{self._speed(engine.slots, now):.0f} tokens/s")
         memory = engine.memory
         if memory.limit:
             parts.append(f"{size_text(memory.footprint)} of {size_text(memory.limit)}")
         if memory.pressure not in {"", "normal"}:
             parts.append(f"memory {memory.pressure}")
+        if memory.heat != "nominal":
+            parts.append(f"heat {memory.heat}")
         return " · ".join([*parts, f"up {duration_text(now - self._began_s)}"])
 
     def _speed(self, slots: Sequence[SlotStatus], now: float) -> float:
@@ -201,7 +205,11 @@ def facts_of(service: Service, engine: EngineSettings, server: ServerSettings) -
     host, port = service.address
     url = url_of(host, port)
     models = service.context.runtime.models
-    facts = [("OpenAI API", f"{url}/v1"), ("Anthropic API", url), ("status", f"{url}/v1/runtime")]
+    ollama = url if service.second_port is None else url_of(host, service.second_port)
+    facts = [("OpenAI API", f"{url}/v1"), ("Anthropic API", url), ("Ollama API", ollama)]
+    if server.ui:
+        facts.append(("page", f"{url}/ui"))
+    facts.append(("status", f"{url}/v1/runtime"))
     facts.append(("metrics", f"{url}/metrics"))
     facts += [("model" if at == 0 else "", _model_text(info)) for at, info in enumerate(models)]
     facts.append(("slots", f"{engine.slots}, {_context(engine, models)}"))
@@ -240,6 +248,10 @@ def _context(engine: EngineSettings, models: Iterable[ModelInfo]) -> str:
 
 
 def _keys_text(address: str, server: ServerSettings) -> str:
+    if server.keys:
+        files = [str(each) for each in (server.api_key_file, server.admin_key_file) if each is not None]
+        named = count_text(len(server.keys), "named key")
+        return " or ".join([f"one of {named}", *(f"of {file}" for file in files)])
     if server.api_key_file is None:
         who = "only this machine's programs reach it" if is_loopback(address) else "anybody may use it"
         return f"not asked for; {who}"

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
     from rich.console import Console
 
-_PIPE_COLUMNS = 240  # a pipe has no edge to fold at
+PIPE_COLUMNS = 240  # a pipe has no edge to fold at
 _GAP = 2
 
 
@@ -24,7 +24,7 @@ def new_console() -> Console:
 
     console = Console(highlight=False, markup=False, emoji=False, soft_wrap=True)
     if not console.is_terminal:
-        console.width = _PIPE_COLUMNS
+        console.width = PIPE_COLUMNS
     return console
 
 

@@ -8,21 +8,23 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-import time
+from collections.abc import Callable
 from contextlib import aclosing, asynccontextmanager, contextmanager, suppress
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import msgspec
 
+from stoker.audio.limits import AudioLimits
 from stoker.chat.conversation import Layout
-from stoker.client.event_bus import EventBus
+from stoker.client.event_bus import EventBus, Snapshot
 from stoker.client.models.specs import ModelSource
 from stoker.client.process.lifecycle import GRACES_S, EngineState
 from stoker.client.requests.group import RequestGroup
 from stoker.client.requests.record import RequestRecord
 from stoker.client.requests.stream import RequestStream, StreamEvent
 from stoker.client.requests.table import RequestTable
+from stoker.client.snapshot import SCHEMA
 from stoker.client.supervisor import EngineSupervisor
 from stoker.client.worker.jobs import TranslateGrammar
 from stoker.client.worker.pool import WorkerPool
@@ -40,13 +42,13 @@ from stoker.images.limits import ImageLimits
 from stoker.ipc.constraint import NativeGrammar
 from stoker.ipc.events import ModelState
 from stoker.ipc.model import AdapterSpec, ModelClass, ModelInfo, ModelLife
-from stoker.ipc.request import FinishReason, GenerateRequest, StateOutput
+from stoker.ipc.request import FinishReason, GenerateRequest, Priority, StateOutput
 from stoker.ipc.status import EngineHealth
 from stoker.models.hub.downloads import Downloads, is_reference
 from stoker.models.store import ModelStore
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator
+    from collections.abc import AsyncGenerator, AsyncIterator, Iterator
     from concurrent.futures import Future
 
     from stoker.client.models.loading import SpecChanges
@@ -59,6 +61,8 @@ if TYPE_CHECKING:
     from stoker.settings import EngineSettings
 
 SUSPENDED_DIR = "suspended"
+OnArrival = Callable[[str, str, GenerateRequest, int], None]
+"""Gets the id of a request or of a call of several, its owner, its (first) request and how many there are."""
 
 
 class Client:
@@ -73,10 +77,11 @@ class Client:
         supervisor: of the engine; None before `start`.
         table: of requests and groups.
         bus: what happens.
-        images: takes in the images of requests.
+        images: takes in the images and recordings of requests.
         workers: run templates and translate grammars.
         ahead: an engine that was spawned before `start`, which uses it; None: none was.
         allows_downloads: references of the hub among the models are downloaded at the start.
+        on_arrival: as `Runtime.on_arrival`.
         on_call: called with each group that has ended, and with `finished`, `cancelled` or an error's code.
     """
 
@@ -88,10 +93,11 @@ class Client:
     ) -> None:
         self.supervisor: EngineSupervisor | None = None
         self.table = RequestTable(settings.run_dir / SUSPENDED_DIR)
-        self.bus = EventBus(on_load, owner_of=self.table.owner_of)
-        self.images = Intake(ImageLimits.of(settings))
+        self.bus = EventBus(on_load)
+        self.images = Intake(ImageLimits.of(settings), AudioLimits.of(settings))
         self.workers = WorkerPool()
         self.on_call: Callable[[GroupStatus, str], None] = lambda call, outcome: None  # noqa: ARG005 - the hook's
+        self.on_arrival: OnArrival = lambda request_id, owner, request, num_members: None  # noqa: ARG005 - likewise
         self.ahead: Transport | None = None
         self.allows_downloads = False
         self._settings = settings
@@ -114,6 +120,7 @@ class Client:
         settings = source.settings
         self._max_tokens = source.max_tokens
         self.images.limits = ImageLimits.of(settings, source.defaults.image_edge_px)
+        self.images.audio_limits = AudioLimits.of(settings)
         self.supervisor = EngineSupervisor(
             source,
             bus=self.bus,
@@ -136,9 +143,11 @@ class Client:
         else:
             return ref
 
-        def moved(name: str, file: str, fraction: float) -> None:
+        def moved(name: str, file: str, fraction: float, num_bytes: int) -> None:
             state = ModelLife.DOWNLOADING
-            self.bus.model_moved(ModelState(model=name, state=state, stage=file, fraction=fraction))
+            self.bus.model_moved(
+                ModelState(model=name, state=state, stage=file, fraction=fraction, num_bytes=num_bytes)
+            )
 
         return str(await Downloads(folder, moved).get(ref))
 
@@ -159,10 +168,32 @@ class Client:
             self.bus.close()
             return
         self.table.begin_closing()
+        self.supervisor.takeover.close()
         self.supervisor.loads.close()
         await self.supervisor.close()
         self.bus.close()
         self.table.close()
+
+    async def take_settings(
+        self, settings: EngineSettings, before: Callable[[], None] = lambda: None
+    ) -> None:
+        """Serve the models of these settings in place of those of the last; no request is lost.
+
+        A model whose settings changed is loaded otherwise and serves on meanwhile; one that is not named any
+        more goes with its last request. Settings that are of no model stay as they were.
+
+        Args:
+            settings: read again.
+            before: called when they were found to be good, before anything changes; may raise.
+
+        Raises:
+            StokerError: a model of theirs cannot be served; nothing has changed.
+        """
+        supervisor = self.running()
+        source = await asyncio.to_thread(ModelSource.read, settings)
+        before()
+        supervisor.takeover.take(source.served)
+        self._max_tokens = source.max_tokens
 
     async def suspend(self, reason: str, grace_s: float | None) -> None:
         """See `Runtime.suspend`."""
@@ -196,23 +227,13 @@ class Client:
         """What this side of the engine holds now."""
         return self.supervisor.stats() if self.supervisor else {}
 
-    def snapshot(self) -> dict[str, Any]:
+    def snapshot(self) -> Snapshot:
         """The state of everything: a subscriber's first event."""
-        state = self.supervisor.state if self.supervisor else EngineState.STARTING
-        models = [{"model": model.id, "state": str(model.state)} for model in self.model_states()]
-        num_kept = len(self.table.kept())
-        now = time.monotonic()
-        rows = [live.status(now) for live in self.table.live() if live.group is None]
-        recent = self.supervisor.requests.history.recent if self.supervisor else ()
-        return {
-            "engine": str(state),
-            "models": models,
-            "num_kept": num_kept,
-            "requests": msgspec.to_builtins(rows),
-            "groups": msgspec.to_builtins([group.status() for group in self.table.groups.values()]),
-            "recent": msgspec.to_builtins(list(recent)),
-            **self.stats(),
-        }
+        if self.supervisor is None:
+            state = EngineState.STARTING
+            return Snapshot({"schema": SCHEMA, "engine": {"state": state}, "requests": [], "models": []})
+        fields, owners = self.supervisor.snapshot()
+        return Snapshot({**fields, "num_kept": len(self.table.kept()), **self.stats()}, owners)
 
     # ------------------------------------------------------------ requests
 
@@ -222,6 +243,12 @@ class Client:
         supervisor.check_open()
         return await supervisor.loads.load_by_name(name, changes, reach)
 
+    async def serve_model(self, name: str, reach: Reach) -> ModelInfo:
+        """Serve a model without loading it, as `ModelLoading.serve_by_name` does."""
+        supervisor = self.running()
+        supervisor.check_open()
+        return await supervisor.loads.serve_by_name(name, reach)
+
     async def stream(self, record: RequestRecord) -> AsyncGenerator[StreamEvent, None]:
         """See `Runtime.stream`. The request is live before its constraint is ready."""
         supervisor = self.running()
@@ -230,6 +257,8 @@ class Client:
         try:
             info = supervisor.registry.resolve(record.request.model)
             record.request = resolved(record.request, info, self._max_tokens)
+            if record.group is None:
+                self.on_arrival(record.request_id, record.owner, record.request, 1)
             record.is_ready = record.request.constraint is None
             supervisor.submit(record)
         except StokerError as error:
@@ -278,9 +307,11 @@ class Client:
         outcome: str = "cancelled"  # unless it gets to its end
         end: FinishReason | ErrorInfo = FinishReason.CANCELLED
         try:
-            model = supervisor.registry.resolve(request.model).id
-            group.request = msgspec.structs.replace(request, model=model)
+            info = supervisor.registry.resolve(request.model)
+            group.request = ceiled(msgspec.structs.replace(request, model=info.id), info)
+            self.on_arrival(group.id, group.owner, group.request, num_members)
             with self.table.grouped(group):
+                supervisor.requests.history.call_began(group)
                 yield group
             outcome, end = "finished", FinishReason.STOP
         except StokerError as error:
@@ -348,7 +379,13 @@ def resolved(request: GenerateRequest, info: ModelInfo, max_tokens: int | None) 
         max_tokens = request.max_tokens
     adapters = _adapters(request, info)
     changes = {"model": info.id, "sampling": sampling, "max_tokens": max_tokens, "adapters": adapters}
-    return msgspec.structs.replace(request, **changes)
+    return ceiled(msgspec.structs.replace(request, **changes), info)
+
+
+def ceiled(request: GenerateRequest, info: ModelInfo) -> GenerateRequest:
+    """The request in the best class that the model gives."""
+    is_over = info.best_priority == Priority.BACKGROUND != request.priority
+    return msgspec.structs.replace(request, priority=Priority.BACKGROUND) if is_over else request
 
 
 def require_generating(info: ModelInfo) -> None:

@@ -9,14 +9,16 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING
 
+from stoker.client.figures import EngineFigures
 from stoker.client.models.loading import ModelLoading
+from stoker.client.models.takeover import ModelTakeover
 from stoker.client.process.exit import EngineExit
 from stoker.client.process.log_relay import relay
 from stoker.client.requests.calls import Calls, Question
 from stoker.client.requests.history import RequestHistory
 from stoker.client.requests.requests import Requests
 from stoker.ipc.codec import WireError
-from stoker.ipc.commands import Command, LoadModel, PinModel, Submit, UnloadModel
+from stoker.ipc.commands import Command, KnowModel, LoadModel, PinModel, Submit, UnloadModel, Watch
 from stoker.ipc.events import (
     Delta,
     Event,
@@ -30,6 +32,7 @@ from stoker.ipc.events import (
     Reply,
     RungTaken,
 )
+from stoker.ipc.figures import CacheFigures, MemoryFigures, StepFigures
 from stoker.ipc.model import ModelLife
 
 if TYPE_CHECKING:
@@ -50,6 +53,7 @@ class Dispatcher:
 
     Attributes:
         requests, calls, loads: what waits.
+        figures: what the engine has posted of itself.
         has_delivered: the engine has delivered a token, so that it works.
 
     Args:
@@ -70,11 +74,16 @@ class Dispatcher:
         self._bus = bus
         self._instance: EngineInstance | None = None
         self._is_serving = False
+        self._absence = "the engine is starting"
         self.has_delivered = False
+        self.figures = EngineFigures(bus)
+        bus.on_watch = self._watch
+        bus.expects_figures = lambda: self.has_engine
         history = RequestHistory(table, bus, lambda model: registry.state(model) is ModelLife.READY)
         self.requests = Requests(table, source.settings.max_queue, registry, self, history)
         self.calls = Calls()
         self.loads = ModelLoading(registry, source, self._tell, self.requests, bus)
+        self.takeover = ModelTakeover(registry, self.loads, self._tell)
 
     def __repr__(self) -> str:
         return f"<Dispatcher serving={self.has_engine} {self.requests!r} {self.calls!r} {self.loads!r}>"
@@ -92,6 +101,11 @@ class Dispatcher:
         """Whether an engine serves that was not told to leave."""
         return self._is_serving and self._instance is not None and not self._instance.is_leaving
 
+    @property
+    def absence(self) -> str:
+        """Why no engine serves, for people; empty: one does."""
+        return "" if self.has_engine else self._absence
+
     # ------------------------------------------------------------ engines come and go
 
     def begin_instance(self, instance: EngineInstance) -> None:
@@ -102,12 +116,14 @@ class Dispatcher:
     def serve(self) -> None:
         """The engine is ready: give it all that it may have."""
         self._is_serving = True
+        self._watch(is_watched=self._bus.is_watched)
         self.requests.fail_unservable()
         self.hand_out()
 
     def engine_exited(self, ended: EngineExit) -> None:
         """The engine has ended unasked."""
-        self._is_serving = False
+        self._is_serving, self._absence = False, "the engine is restarting"
+        self.figures.engine_gone()
         self.loads.engine_gone()
         before = self._registry.stats()
         self._registry.begin_instance()
@@ -124,7 +140,8 @@ class Dispatcher:
 
     def sleep(self) -> None:
         """The engine has left as it was asked to, or there was none: everything stands still."""
-        self._is_serving = False
+        self._is_serving, self._absence = False, "the engine is suspended"
+        self.figures.engine_gone()
         self.loads.engine_gone()
         self.note_models()
         self.loads.lost()
@@ -136,6 +153,11 @@ class Dispatcher:
         self.requests.fail_all(error)
         self.calls.fail_all(error)
         self.loads.fail_all(error)
+
+    def _watch(self, is_watched: bool) -> None:  # noqa: FBT001 - the bus's hook
+        """Have the engine make figures, or no longer: it is told once, however many read them."""
+        if self.has_engine:
+            self.send(Watch(is_watched))
 
     def _publish_moves(self, before: dict[str, str]) -> None:
         for model, state in self._registry.stats().items():
@@ -171,7 +193,7 @@ class Dispatcher:
         if self._instance:
             self._instance.send(command)
 
-    def _tell(self, command: LoadModel | UnloadModel | PinModel) -> bool:
+    def _tell(self, command: KnowModel | LoadModel | UnloadModel | PinModel) -> bool:
         """Send what callers want of models; a load needs a serving engine, else the next boot does it.
 
         Returns:
@@ -190,26 +212,33 @@ class Dispatcher:
         """One frame from an engine; what a former one still says is ignored."""
         if instance is not self._instance:
             return
-        instance.sign()
+        now = time.monotonic()
+        instance.sign(now)
+        has_due = False
         for event in events:
-            self._take_one(instance, event)
-        self.hand_out()
+            if type(event) is Delta:  # in as few calls as can be, as there is one a token
+                has_due |= self.requests.take_delta(event, now)
+                self.has_delivered = self.has_delivered or bool(event.token_ids)
+            else:
+                self._take_one(instance, event, now)
+                has_due = True
+        if has_due:
+            self.hand_out()
 
-    def _take_one(self, instance: EngineInstance, event: Event) -> None:
+    def _take_one(self, instance: EngineInstance, event: Event, now: float) -> None:
         match event:
-            case Delta():  # first, as there is one a token
-                self.requests.take(event)
-                self.has_delivered |= bool(event.token_ids)
             case Hello():
                 instance.greet()
             case Heartbeat():
-                instance.beat(event, time.monotonic())
+                instance.beat(event, now)
             case ModelState():
                 self._take_model(instance, event)
             case Reply():
                 self.calls.settle(event)
             case PressureMoved() | RungTaken() | HeatMoved():
                 self._bus.machine_moved(event)
+            case StepFigures() | MemoryFigures() | CacheFigures():
+                self.figures.take(event)
             case Logged():
                 relay(event, instance.pid)
             case Goodbye():

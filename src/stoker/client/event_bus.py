@@ -1,11 +1,14 @@
 """What happens in a runtime, for subscribers (SPEC O3).
 
 Names events and gives each to every subscriber, bounded for each of them; no text of any request is in them.
+An event is encoded once, however many subscribe. A subscriber that is too slow loses what waits for it and
+gets the state of everything in its place.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import re
 import secrets
@@ -16,77 +19,104 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from stoker.ipc.events import (
-    Finished,
-    HeatMoved,
-    MachineEvent,
-    ModelState,
-    PressureMoved,
-    PromptEcho,
-    RequestEvent,
-    RungTaken,
-    StateReady,
-)
+from stoker.ipc.events import Finished, HeatMoved, MachineEvent, ModelState, PressureMoved, RungTaken
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Collection, Mapping
 
     from stoker.errors import ErrorInfo
+    from stoker.ipc.events import RequestEvent
     from stoker.ipc.status import RequestStatus
 
 log = logging.getLogger(__name__)
 
 MAX_WAITING = 512
-"""Events that wait for one subscriber; past this the oldest go, and `lagged` says how many."""
+"""Events that wait for one subscriber; past this, or past the bytes below, it gets a snapshot instead."""
+MAX_WAITING_BYTES = 2**20
 MAX_KEPT = 1024
-"""Events that are kept for a subscriber who comes back."""
+"""Events that are kept for a subscriber who comes back, and the bytes of these."""
+MAX_KEPT_BYTES = 4 * 2**20
+SNAPSHOT_S = 0.25
+"""How long a snapshot serves others who ask for one, if nothing has happened since."""
+FIGURES_S = 1.0
+"""How long the first subscriber waits for the engine's figures; a step may take longer."""
+FIGURES = frozenset({"steps", "memory", "cache"})
+"""Events that the engine makes only while somebody subscribes to them."""
 
-_WORDS = re.compile(r"(?<!^)(?=[A-Z])")
 _NUMBER = re.compile(r"[0-9]{1,18}")
 _MACHINE = {PressureMoved: "pressure", RungTaken: "rung", HeatMoved: "heat"}
-_SILENT = (PromptEcho, StateReady)
+
+
+class Snapshot(msgspec.Struct, frozen=True):
+    """The state of everything: the fields of the event, and the owners of the requests in it by their ids."""
+
+    fields: dict[str, Any]
+    owners: dict[str, str] = {}
 
 
 class RuntimeEvent(msgspec.Struct, frozen=True, kw_only=True):
     """Something that happened.
 
     Attributes:
-        event: its name: snapshot, engine, model, pressure, rung, heat, request or lagged.
+        event: its name: snapshot, engine, model, pressure, rung, heat, request, steps, memory or cache.
         at: seconds since the epoch.
         fields: what it is about; values that JSON can hold, no text of any request.
         owner: of a request, digest of the API key that it came with; empty: none.
-        id: names it among the events of this program, by `EventBus.subscribe` what came after it can be had;
-            empty: `lagged`.
+        owners: of a snapshot, the same by the ids of the requests in it.
+        id: names it among the events of this program: what came after it can be had.
+        data: all but the owners as a JSON document, as operators are sent it; empty: it was not encoded.
     """
 
     event: str
     at: float
     fields: dict[str, Any] = {}
     owner: str = ""
+    owners: dict[str, str] = {}
     id: str = ""
+    data: bytes = b""
+
+    def document(self) -> dict[str, Any]:
+        """All but the owners."""
+        named = {"id": self.id} if self.id else {}
+        return {"event": self.event, "at": self.at, **named, **self.fields}
 
 
 class _Subscriber:
-    """What waits for one subscriber."""
+    """What waits for one subscriber; `kinds` are the names of what it is told, empty: all."""
 
-    def __init__(self) -> None:
+    def __init__(self, kinds: Collection[str]) -> None:
+        self.kinds = frozenset(kinds)
         self.waiting: deque[RuntimeEvent] = deque()
+        self.needs_snapshot = False
         self.num_dropped = 0
         self.has_news = asyncio.Event()
+        self._num_bytes = 0
+
+    @property
+    def wants_figures(self) -> bool:
+        """Whether the engine is to make figures for it."""
+        return not self.kinds or bool(self.kinds & FIGURES)
 
     def push(self, event: RuntimeEvent) -> None:
-        if len(self.waiting) >= MAX_WAITING:
-            self.waiting.popleft()
+        if self.kinds and event.event not in self.kinds:
+            return
+        if self.needs_snapshot:
             self.num_dropped += 1
+            return
         self.waiting.append(event)
+        self._num_bytes += len(event.data)
+        if len(self.waiting) > MAX_WAITING or self._num_bytes > MAX_WAITING_BYTES:
+            self.num_dropped += len(self.waiting)
+            self.waiting.clear()
+            self.needs_snapshot, self._num_bytes = True, 0
         self.has_news.set()
 
-    def pop(self, at: float) -> RuntimeEvent | None:
-        if self.num_dropped:
-            lagged = RuntimeEvent(event="lagged", at=at, fields={"dropped": self.num_dropped})
-            self.num_dropped = 0
-            return lagged
-        return self.waiting.popleft() if self.waiting else None
+    def pop(self) -> RuntimeEvent | None:
+        if not self.waiting:
+            return None
+        event = self.waiting.popleft()
+        self._num_bytes -= len(event.data)
+        return event
 
 
 class EventBus:
@@ -95,27 +125,35 @@ class EventBus:
     Args:
         on_model: also called with each model's state, on the event loop, apart from the caller.
         now: seconds since the epoch.
-        owner_of: digest of the API key that a live request came with, by its id.
 
     Attributes:
         on_ended: called with each request and call that has ended, however many are waiting.
+        on_load: called with the fields of each event of a model, at once.
+        on_watch: called with whether anybody subscribes to figures, when that has changed.
+        keeps: whether events are published: somebody subscribes, or did.
+        has_figures: the engine's are known since somebody subscribes to them.
+        expects_figures: whether an engine serves that will give some.
     """
 
     def __init__(
         self,
         on_model: Callable[[ModelState], None] = lambda _: None,
         now: Callable[[], float] = time.time,
-        owner_of: Callable[[str], str] = lambda _: "",
     ) -> None:
         self._on_model = on_model
-        self._owner_of = owner_of
         self._now = now
         self._subscribers: set[_Subscriber] = set()
         self._program = secrets.token_hex(4)
         self.on_ended: Callable[[RequestStatus], None] = lambda status: None  # noqa: ARG005 - the hook's
-        self._keeps = False  # nothing is kept before somebody has subscribed
+        self.on_load: Callable[[dict[str, Any]], None] = lambda fields: None  # noqa: ARG005 - likewise
+        self.on_watch: Callable[[bool], None] = lambda is_watched: None  # noqa: ARG005 - the hook's
+        self.expects_figures: Callable[[], bool] = lambda: False
+        self.keeps = False  # nothing is kept before somebody has subscribed
+        self.has_figures = asyncio.Event()
         self._num_published = 0
-        self._kept: deque[RuntimeEvent] = deque(maxlen=MAX_KEPT)
+        self._kept: deque[RuntimeEvent] = deque()
+        self._kept_bytes = 0
+        self._last_snapshot = RuntimeEvent(event="snapshot", at=0.0, id="none")
         self._is_closed = False
 
     def __repr__(self) -> str:
@@ -124,47 +162,112 @@ class EventBus:
     def __len__(self) -> int:
         return len(self._subscribers)
 
+    @property
+    def is_watched(self) -> bool:
+        """Whether anybody subscribes to figures of the engine."""
+        return any(subscriber.wants_figures for subscriber in self._subscribers)
+
     async def subscribe(
-        self, snapshot: Callable[[], Mapping[str, Any]], after: str = ""
+        self, snapshot: Callable[[], Snapshot], after: str = "", kinds: Collection[str] = ()
     ) -> AsyncGenerator[RuntimeEvent, None]:
         """Everything from now on, after what `snapshot` says now; ends with the bus.
 
-        A slow subscriber loses the oldest; `lagged` gives their number as `dropped`.
+        A slow subscriber loses what waits for it and gets a snapshot, with their number as `dropped`.
 
         Args:
             snapshot: the state of everything.
             after: id of the last event that the subscriber knows: where all that came after it is still
                 there, it gets these and no snapshot.
+            kinds: names of the events that it is told beside snapshots; empty: all.
         """
-        subscriber = _Subscriber()
-        missed = self._since(after)
-        self._keeps = True
-        self._subscribers.add(subscriber)
+        subscriber = _Subscriber(kinds)
+        self._join(subscriber)
         try:
-            if missed is None:
-                now_id = self._id(self._num_published)
-                yield RuntimeEvent(event="snapshot", at=self._now(), fields=dict(snapshot()), id=now_id)
+            if (missed := self._since(after)) is None:
+                if subscriber.wants_figures:
+                    await self._await_figures()
+                subscriber.needs_snapshot, subscriber.num_dropped = True, 0
+                subscriber.waiting.clear()
             for each in missed or ():
-                yield each
+                subscriber.push(each)
             while True:
-                while (event := subscriber.pop(self._now())) is not None:
+                if subscriber.needs_snapshot:
+                    num_dropped, subscriber.num_dropped = subscriber.num_dropped, 0
+                    subscriber.needs_snapshot = False
+                    yield self._snapshot(snapshot, num_dropped)
+                while (event := subscriber.pop()) is not None:
                     yield event
+                if subscriber.needs_snapshot:
+                    continue
                 if self._is_closed:
                     return
                 subscriber.has_news.clear()
                 await subscriber.has_news.wait()
         finally:
-            self._subscribers.discard(subscriber)
+            self._leave(subscriber)
+
+    def _join(self, subscriber: _Subscriber) -> None:
+        was_watched = self.is_watched
+        self.keeps = True
+        self._subscribers.add(subscriber)
+        if self.is_watched and not was_watched:
+            self.on_watch(True)
+
+    def _leave(self, subscriber: _Subscriber) -> None:
+        was_watched = self.is_watched
+        self._subscribers.discard(subscriber)
+        if was_watched and not self.is_watched:
+            self.has_figures.clear()
+            self.on_watch(False)
+
+    async def _await_figures(self) -> None:
+        """Until the engine's figures are there, or that takes too long."""
+        if not self.expects_figures():
+            return
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self.has_figures.wait(), FIGURES_S)
+
+    def _snapshot(self, snapshot: Callable[[], Snapshot], num_dropped: int) -> RuntimeEvent:
+        """The state of everything; the same for all who ask before something happens."""
+        number, now, last = self._id(self._num_published), self._now(), self._last_snapshot
+        if last.id == number and 0 <= now - last.at < SNAPSHOT_S and not num_dropped:
+            return last
+        state = snapshot()
+        found = self._encoded(
+            RuntimeEvent(
+                event="snapshot",
+                at=now,
+                fields={**state.fields, "dropped": num_dropped},
+                owners=state.owners,
+                id=number,
+            )
+        )
+        if not num_dropped:
+            self._last_snapshot = found
+        return found
 
     def publish(self, event: str, fields: Mapping[str, Any], owner: str = "") -> None:
         """Give an event to every subscriber, and keep it for those who come back."""
-        if self._keeps:
-            self._num_published += 1
-            number = self._id(self._num_published)
-            published = RuntimeEvent(event=event, at=self._now(), fields=dict(fields), owner=owner, id=number)
-            self._kept.append(published)
-            for subscriber in self._subscribers:
-                subscriber.push(published)
+        if not self.keeps:
+            return
+        self._num_published += 1
+        number = self._id(self._num_published)
+        published = self._encoded(
+            RuntimeEvent(event=event, at=self._now(), fields=dict(fields), owner=owner, id=number)
+        )
+        self._keep(published)
+        for subscriber in self._subscribers:
+            subscriber.push(published)
+
+    def _keep(self, event: RuntimeEvent) -> None:
+        self._kept.append(event)
+        self._kept_bytes += len(event.data)
+        while len(self._kept) > MAX_KEPT or self._kept_bytes > MAX_KEPT_BYTES:
+            self._kept_bytes -= len(self._kept.popleft().data)
+
+    @staticmethod
+    def _encoded(event: RuntimeEvent) -> RuntimeEvent:
+        return msgspec.structs.replace(event, data=msgspec.json.encode(event.document()))
 
     def _id(self, number: int) -> str:
         return f"{self._program}-{number}"
@@ -182,6 +285,7 @@ class EventBus:
     def close(self) -> None:
         """Nothing will happen any more: subscribers read what waits, and come to the end."""
         self._is_closed = True
+        self.has_figures.set()
         for subscriber in self._subscribers:
             subscriber.has_news.set()
 
@@ -201,24 +305,16 @@ class EventBus:
         if event.error:
             fields["error"] = _error_fields(event.error)
         self.publish("model", fields)
+        self.on_load(fields)
         asyncio.get_running_loop().call_soon(self._on_model, event)  # its errors are its own
 
     def machine_moved(self, event: MachineEvent) -> None:
         """Pressure, a rung or heat."""
         self.publish(_MACHINE[type(event)], msgspec.structs.asdict(event))
 
-    def request_moved(self, event: RequestEvent, group_id: str | None = None) -> None:
-        """A request moved, and has not ended: its id, what happened, and the figures of that; never its text.
-
-        `group_id` is of the call that it is one of.
-        """
-        if self._keeps and not isinstance(event, _SILENT):
-            what = _WORDS.sub("_", type(event).__name__).lower()
-            fields = {"request_id": event.request_id, "what": what, **msgspec.to_builtins(event)}
-            del fields["type"]
-            if group_id is not None:
-                fields["group"] = group_id
-            self.publish("request", fields, self._owner_of(event.request_id))
+    def request_told(self, request_id: str, what: str, fields: Mapping[str, Any], owner: str = "") -> None:
+        """Something happened to a request or a call, and it has not ended; never its text."""
+        self.publish("request", {"request_id": request_id, "what": what, **fields}, owner)
 
     def request_ended(self, status: RequestStatus, event: RequestEvent | None = None) -> None:
         """A request or a call has ended: what it was, what it took and how it ended.
@@ -229,18 +325,15 @@ class EventBus:
             self.on_ended(status)
         except Exception:  # it is no fault of the request
             log.exception("what follows ends of requests failed at %s", status.request_id)
-        if self._keeps:
-            fields = msgspec.to_builtins(status)
-            for name in ("owner", "state", "processed_tokens", "position", "eta_s"):
-                del fields[name]
-            del fields["error" if status.error is None else "finish_reason"]
-            fields["what"] = "failed" if status.error else "finished"
-            if status.error:
-                fields["error"] = _error_fields(status.error)
+        if self.keeps:
+            fields = status.as_row()
+            if status.moves:
+                fields["move"] = fields["moves"][-1]
             if isinstance(event, Finished):
                 figures = {"usage": event.usage, "timings": event.timings}
                 fields |= msgspec.to_builtins(figures)
-            self.publish("request", fields, status.owner)
+            what = "failed" if status.error else "finished"
+            self.request_told(status.request_id, what, fields, status.owner)
 
 
 def _error_fields(error: ErrorInfo) -> dict[str, str]:

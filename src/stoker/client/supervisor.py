@@ -18,9 +18,8 @@ from collections import deque
 from importlib import metadata
 from typing import TYPE_CHECKING, Any
 
-import msgspec
-
 from stoker.client.dispatcher import Dispatcher
+from stoker.client.engine_view import EngineView
 from stoker.client.event_bus import EventBus
 from stoker.client.models.registry import ModelRegistry
 from stoker.client.process.exit import DeviceLosses, EngineExit, OomCounter
@@ -29,11 +28,10 @@ from stoker.client.process.lifecycle import EngineState, Lifecycle, Suspension
 from stoker.client.process.transport import DescriptorReserve, NewTransport, ProcessTransport, Transport
 from stoker.client.requests.calls import Question
 from stoker.client.requests.table import RequestTable
-from stoker.client.status import NO_STATUS, known_status
+from stoker.client.snapshot import KnownEngine, snapshot_of
 from stoker.errors import EngineError, ErrorInfo, MachineSetupError, NotReadyError, error_from_info
 from stoker.ipc.commands import GetStatus, Shutdown
-from stoker.ipc.model import ModelClass, ModelLife
-from stoker.ipc.status import EngineHealth, EngineStatus, ExitStatus, RuntimeStatus
+from stoker.ipc.status import EngineHealth, ExitStatus, RuntimeStatus
 from stoker.settings import EngineSettings
 
 if TYPE_CHECKING:
@@ -49,7 +47,6 @@ EXIT_LIMIT_S = 10.0
 """What an engine may take, after its drain, to save what it computed, free everything and exit."""
 HURRY_S = 0.2
 """What it may take for that where the user does not wait."""
-STATUS_WAIT_S = 2.0
 MAX_EXITS = 16
 """Ends of engines that are still shown; past this the oldest goes."""
 
@@ -68,6 +65,7 @@ class EngineSupervisor:
         registry: the models.
         requests: the live ones, and groups of them.
         loads: loads and unloads of models.
+        takeover: models of settings that were read again.
         num_restarts: engines that ended without being asked to.
     """
 
@@ -91,6 +89,7 @@ class EngineSupervisor:
         self._dispatcher = Dispatcher(self._table, self.registry, source, bus)
         self.requests = self._dispatcher.requests
         self.loads = self._dispatcher.loads
+        self.takeover = self._dispatcher.takeover
         self.num_restarts = 0
         self._suspension = Suspension()
         self._backoff = Backoff()
@@ -102,8 +101,8 @@ class EngineSupervisor:
         self._next_start_s: float | None = None
         self._failure: ErrorInfo | None = None
         self._exits: deque[ExitStatus] = deque(maxlen=MAX_EXITS)
-        self._last_status = NO_STATUS  # what an engine said last
-        self._began_s = self._status_s = time.monotonic()
+        self._view = EngineView(self._table, self.registry, self._dispatcher)
+        self._began_s = time.monotonic()
         self._version = metadata.version("stoker")  # reads a file
         self._has_served = False
         self._is_closed = False
@@ -167,7 +166,7 @@ class EngineSupervisor:
 
     async def status(self) -> RuntimeStatus:
         """What `/v1/runtime` shows; the engine's part is empty where none serves."""
-        engine = await self._engine_status()
+        engine = await self._view.status(self.ask)
         now = time.monotonic()
         default = next(iter(self.registry.infos()), None)
         return RuntimeStatus(
@@ -179,36 +178,33 @@ class EngineSupervisor:
             engine=engine,
             health=self.health(),
             groups=[group.status(engine.queue) for group in self._table.groups.values()],
-            requests=[live.status(now) for live in self._table.live() if live.group is None],
+            requests=[live.status(now) for live in self._table.live() if live.group is None]
+            + self.requests.history.loads.rows(),
             recent=list(self.requests.history.recent),
             exits=list(self._exits),
-            as_of_s=0.0 if engine is self._last_status else self._age_of_status_s(now),
+            as_of_s=0.0 if engine is self._view.last else self._view.age_s(),
             up_s=now - self._began_s,
             version=self._version,
             settings=self._settings.model_dump(mode="json"),
         )
 
-    async def _engine_status(self) -> EngineStatus:
-        if not self._dispatcher.has_engine:
-            await asyncio.sleep(0)  # a caller that polls must not keep the engine from starting
-            return NO_STATUS
-        try:
-            answer = (await asyncio.wait_for(self.ask(GetStatus(0)), STATUS_WAIT_S))["status"]
-        except NotReadyError:  # it ended between the two questions
-            return NO_STATUS
-        except TimeoutError:  # a step is long
-            ready = [one for one in self.registry.infos() if self.registry.state(one.id) is ModelLife.READY]
-            slots = {one.id: one.num_slots for one in ready if one.model_class != ModelClass.ENCODER}
-            return known_status(self._table.live(), slots, self._last_status, time.monotonic())
-        status = answer if isinstance(answer, EngineStatus) else msgspec.convert(answer, EngineStatus)
-        models = [one for one in status.models if (entry := self.registry.get(one.id)) and entry.is_shown]
-        self._last_status = msgspec.structs.replace(status, models=models)
-        self._status_s = time.monotonic()
-        return self._last_status
-
-    def _age_of_status_s(self, now: float) -> float:
-        """Seconds since the engine that serves said how it is; 0: there is none."""
-        return now - self._status_s if self._dispatcher.has_engine else 0.0
+    def snapshot(self) -> tuple[dict[str, Any], dict[str, str]]:
+        """See `snapshot_of`."""
+        health, last = self.health(), self._view.last
+        default = next(iter(self.registry.infos()), None)
+        engine = {
+            "state": health.state,
+            "for_s": health.for_s,
+            "reason": health.reason,
+            "pid": self.pid,
+            "restarts": self.num_restarts,
+            "label": default.label if default else "",
+            "threads": last.num_threads or (default.num_threads if default else 0),
+            "threads_reason": last.threads_reason,
+        }
+        figures, models = self._dispatcher.figures, self.loads.statuses()
+        known = KnownEngine(self._version, engine, last, figures, models, self._view.slots(), self._exits)
+        return snapshot_of(known, self._table, self.requests.history, self.registry)
 
     def stats(self) -> dict[str, int]:
         """What waits now, and restarts so far."""
@@ -329,7 +325,7 @@ class EngineSupervisor:
                 await self._pause_after(instance, ended)
 
     def _new_process(self, settings: EngineSettings) -> ProcessTransport:
-        return ProcessTransport(settings, reserve=self._reserve)
+        return ProcessTransport(settings, reserve=self._reserve, num_restarts=self.num_restarts)
 
     async def _pause_after(self, instance: EngineInstance, ended: EngineExit) -> None:
         """The back-off between an unexpected exit and the next start."""
@@ -384,7 +380,6 @@ class EngineSupervisor:
             )
         if instance.is_up and ended.is_blamable:
             ended = ended.beside(*(f"the load of {model}" for model in self.registry.charge(ended)))
-        self._last_status, self._status_s = NO_STATUS, time.monotonic()
         num_before = len(list(self._table.live()))
         self._dispatcher.engine_exited(ended)
         num_survived = len(list(self._table.live()))
@@ -454,6 +449,7 @@ class EngineSupervisor:
             if self._instance and not self._instance.is_over:
                 self._instance.check(time.monotonic())
             self.requests.expire()
+            self.requests.tell_progress()
 
     # ------------------------------------------------------------ suspension
 

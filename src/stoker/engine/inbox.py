@@ -17,6 +17,7 @@ from stoker.backends.protocol.encoding import Encoder
 from stoker.cache.disk.tier import DiskOutcome
 from stoker.engine.jobs.job import Job
 from stoker.engine.jobs.prepare import PrepContext
+from stoker.engine.threads.interrupt import Interrupt
 from stoker.errors import StokerError
 from stoker.ipc.commands import Command
 from stoker.ipc.events import Reply
@@ -115,11 +116,24 @@ Item = Command | Posted | Closed
 
 
 class Inbox(queue.SimpleQueue[Item]):
-    """Thread-safe; closing it makes the loop end at once."""
+    """Thread-safe; closing it makes the loop end at once.
+
+    Whoever puts what somebody waits for does so inside `interrupt.arrival()`, which ends a long step. Put
+    without it is what the engine itself wants to know (`DiskOutcome`, `LoadMoved`, `Released`, `Measured`),
+    and `GetStatus` and `Watch`: the client shows meanwhile what it knows.
+
+    Attributes:
+        interrupt: ends a long step at an arrival.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.interrupt = Interrupt()
 
     def close(self) -> None:
         """Tell the loop that the client is gone."""
-        self.put(Closed.CLOSED)
+        with self.interrupt.arrival():
+            self.put(Closed.CLOSED)
 
     def take(self, wait_s: float | None) -> list[Item]:
         """Everything that has arrived; waits up to `wait_s` for the first (None: for ever, 0: not)."""
@@ -127,6 +141,8 @@ class Inbox(queue.SimpleQueue[Item]):
         if wait_s != 0:
             with suppress(queue.Empty):
                 items.append(self.get(timeout=wait_s))
+        if self.interrupt.has_arrived:
+            self.interrupt.looked()
         while not self.empty():  # the loop alone takes
             items.append(self.get_nowait())
         return items

@@ -33,13 +33,13 @@ from stoker.engine.inbox import (
 from stoker.engine.jobs.job import Job
 from stoker.engine.jobs.preparations import Preparations
 from stoker.engine.jobs.table import JobTable
+from stoker.engine.report import EngineParts, EngineReport
 from stoker.engine.residency.catalogue import Placement
 from stoker.engine.residency.load_threads import LoadThreads
 from stoker.engine.residency.pending import PendingRequests
-from stoker.engine.residency.pressure import PressureHandler, device_status
+from stoker.engine.residency.pressure import PressureHandler
 from stoker.engine.residency.residency import Residency
 from stoker.engine.runners.runner import ModelRunner
-from stoker.engine.runners.status import waiting_status
 from stoker.engine.runners.turns import Runners
 from stoker.engine.threads.timer import StepTimer, Stopwatch
 from stoker.errors import NotReadyError, StokerError
@@ -60,28 +60,27 @@ from stoker.ipc.commands import (
     TextQuestion,
     Tokenize,
     UnloadModel,
+    Watch,
 )
 from stoker.ipc.engine_config import EngineConfig
 from stoker.ipc.events import Event, Failed, Goodbye, Heartbeat, Hello, Reply
 from stoker.ipc.model import CacheMode
-from stoker.ipc.status import EngineStatus
-from stoker.kv.sequence import SequenceState
 from stoker.machine import malloc
 from stoker.machine.limits import DEFAULTS
 from stoker.machine.monitor import MemoryMonitor, Sample, Sources, measure
 from stoker.machine.thermal import heat_source
-from stoker.scheduler.queue import RequestQueue
+from stoker.scheduler.queue import RequestQueue, Throttle
 
 log = logging.getLogger(__name__)
 
 
 REST_AFTER_S = 0.2
 """How long nothing is to be computed before cells are copied: the next request may be on its way."""
+TEND_EVERY_S = 0.05
+"""Between steps shorter than that, what is due by time alone waits so long."""
 RETRY_WHILE_LOADING_S = 5.0
 SAVE_LIMIT_S = 4.0
 """What writing down what was computed may take at the end."""
-NUM_PREFIXES = 64
-"""Stored prefixes that status shows: the longest."""
 
 
 class _LoopPhase(Enum):
@@ -121,7 +120,7 @@ class EngineLoop:
         self._clock = Stopwatch(config.watchdog_s)
         self._load_threads = LoadThreads(inbox, cache_dir, self._devices)
         self._preparations = Preparations(inbox, config.max_prepare_s)
-        self._timer = StepTimer(self._clock)
+        self._timer = StepTimer(self._clock, inbox.interrupt)
         limits = CacheLimits.within(
             sample.limit_bytes,
             mode=CacheMode(config.cache_mode),
@@ -137,13 +136,34 @@ class EngineLoop:
         self._residency = Residency(self._load_threads, self._runners, self._pending, placement, self._jobs)
         self._residency.flush = self._flush
         self._pressure_handler = PressureHandler(self._runners, self._residency, self._store, self._events)
+        self._report = self._new_report()
         self._phase = _LoopPhase.RUNNING
         self._until_s = 0.0
         self._busy_s = 0.0
         self._nap_until_s = 0.0
         self._is_clean = True
+        self._warms = config.num_restarts == 0  # an engine that ended so would end again
+        self._is_stepping = False
+        self._tend_s = 0.0
+        self._num_changes = 0
         self._num_turns = 0
         self._holders: tuple[ModelRunner, ...] | None = ()
+
+    def _new_report(self) -> EngineReport:
+        return EngineReport(
+            EngineParts(
+                clock=self._clock,
+                timer=self._timer,
+                devices=self._devices,
+                store=self._store,
+                jobs=self._jobs,
+                runners=self._runners,
+                pending=self._pending,
+                residency=self._residency,
+                pressure=self._pressure_handler,
+                take_sample=self._take_sample,
+            )
+        )
 
     def __repr__(self) -> str:
         return f"<EngineLoop {self._phase.value} {self._num_turns} turns, {self._runners!r}>"
@@ -187,18 +207,39 @@ class EngineLoop:
     def turn(self, wait_s: float | None) -> None:
         """One turn; waits up to `wait_s` for something to arrive (None: for ever)."""
         self._num_turns += 1
-        for item in self._inbox.take(wait_s):
+        items = self._inbox.take(wait_s)
+        for item in items:
             if isinstance(item, DiskOutcome):
                 self._store.handle(item, self._clock.now())
             else:
                 self._handle(item)
-        self._residency.tend(self._clock.now())
-        self._count_own()
-        self._step()
-        self._store.tend(self._clock.now(), is_busy=self._runners.has_work)
+        now = self._clock.now()
+        is_due = bool(items) or not self._is_stepping or now >= self._tend_s or self._has_news
+        if is_due:
+            self._tend(now)
+        self._step(now)
+        if is_due or self._has_news:
+            self._store.tend(self._clock.now(), is_busy=self._runners.has_work)
         if self._phase is _LoopPhase.DRAINING:
             self._drain()
         self._flush()
+
+    @property
+    def _has_news(self) -> bool:
+        """Whether a request has come or ended since what hangs on that was looked at."""
+        return self._jobs.num_changes != self._num_changes
+
+    def _tend(self, now: float) -> None:
+        """Whatever time and other requests bring; between short steps that follow each other, now and then.
+
+        A step leaves nothing of it in the processor's caches, and it is several times as much code as a step.
+        """
+        self._tend_s, self._num_changes = now + TEND_EVERY_S, self._jobs.num_changes
+        self._residency.tend(now)
+        self._count_own()
+        self._jobs.expire(now)
+        self._preparations.expire(now)
+        self._report.tend(now)
 
     def _count_own(self) -> None:
         """Have the devices know what of their memory is ours, which changes with the models in memory."""
@@ -213,12 +254,10 @@ class EngineLoop:
                 held[runner.spec.id] = {device: sum(lines.values()) for device, lines in sizes.items()}
         self._devices.hold(None if holders is None else held)
 
-    def _step(self) -> None:
-        """Give one model a turn; with nothing to compute, store what is only in cells."""
-        now = self._clock.now()
-        self._jobs.expire(now)
-        self._preparations.expire(now)
+    def _step(self, now: float) -> None:
+        """Give one model a turn; with nothing to compute, warm devices and store what is only in cells."""
         runner = None if now < self._nap_until_s else self._runners.next_with_work(now)
+        self._is_stepping = runner is not None
         if runner is not None:
             runner.schedule(now)
             self._flush()  # admissions are published before a step that may crash
@@ -228,8 +267,19 @@ class EngineLoop:
             if self._runners.throttle.halves_time:
                 self._timer.collect()  # its time is not the nap's
                 self._nap_until_s = self._busy_s + (self._busy_s - now)
+        elif (cold := self._cold()) is not None:
+            self._flush()  # that it is ready is known before it is warm
+            cold.warm(now)
         elif now >= max(self._busy_s + REST_AFTER_S, self._nap_until_s):
             self._rest()
+
+    def _cold(self) -> ModelRunner | None:
+        """A model whose kernels may be warmed: nothing waits, runs, is loaded or held back."""
+        if not self._warms or self._phase is not _LoopPhase.RUNNING or self._runners.throttle != Throttle():
+            return None
+        cold = next((runner for runner in self._runners if runner.is_cold), None)
+        is_busy = self._jobs.has_requests or self._runners.has_work or self._residency.is_loading
+        return None if is_busy else cold
 
     # ------------------------------------------------------------ waiting and publishing
 
@@ -238,11 +288,14 @@ class EngineLoop:
         now = self._clock.now()
         if self._runners.has_work:
             return max(0.0, self._nap_until_s - now)
+        if self._cold() is not None:
+            return 0.0
         due = [
             self._jobs.next_deadline_s(),
             self._preparations.next_due_s(now),
             self._residency.next_due_s(now),
             self._store.next_due_s(),
+            self._report.next_due_s(),
         ]
         if self._phase is _LoopPhase.DRAINING:
             due.append(self._until_s)
@@ -303,17 +356,20 @@ class EngineLoop:
             case Measured(sample):
                 if self._pressure_handler.measured(sample, self._clock.now()) and self._monitor:
                     self._monitor.poke()
-            case Tokenize() | Detokenize() | CountTokens() | GetStatus() | Reply():
+            case Tokenize() | Watch() | Detokenize() | CountTokens() | GetStatus() | Reply():
                 self._question(item)
             case Suspend() | Shutdown() | Closed():
                 self._end(item)
             case Released.RELEASED:
                 pass  # `tend` frees what can be
 
-    def _question(self, item: TextQuestion | GetStatus | Reply) -> None:
+    def _question(self, item: TextQuestion | GetStatus | Watch | Reply) -> None:
         match item:
+            case Watch():
+                self._report.watch(item, self._clock.now())
             case GetStatus(call_id):
-                self._events.append(Reply(call_id=call_id, value={"status": self._status()}))
+                status = self._report.status(self._num_turns)
+                self._events.append(Reply(call_id=call_id, value={"status": status}))
             case Reply():
                 self._events.append(item)
             case _:
@@ -343,6 +399,7 @@ class EngineLoop:
                 self._phase = _LoopPhase.SUSPENDING
             case Shutdown(drain_s):
                 self._phase, self._until_s = _LoopPhase.DRAINING, now + drain_s
+                self._inbox.interrupt.close()  # the end of that time is not to find a long step
             case Closed.CLOSED:
                 self._jobs.cancel_all(now)
                 self._phase = _LoopPhase.CLOSED
@@ -402,40 +459,6 @@ class EngineLoop:
             return
         self._residency.wanted(ask.model)
         self._pending.ask(ask, runner)
-
-    # ------------------------------------------------------------ status
-
-    def _status(self) -> EngineStatus:
-        runners, now, sample = list(self._runners), self._clock.now(), self._take_sample()
-        counters = {
-            "num_turns": float(self._num_turns),
-            "num_steps": float(self._clock.num_steps),
-            "step_busy_s": self._clock.busy_s,
-            "num_preparing": float(sum(job.preparation is not None for job in self._jobs)),
-        }
-        for runner in runners:
-            for name, value in runner.stats().items():
-                counters[name] = counters.get(name, 0.0) + value
-        counters |= self._store.cache.stats()
-        counters["step_target_ms"] = max((r.spec.target_step_ms for r in runners), default=0.0)
-        waiting = waiting_status(runners, now)
-        return EngineStatus(
-            slots=[status for runner in runners for status in runner.slot_status(now)],
-            queue=[*waiting[SequenceState.QUEUED], *self._pending.waiting_status()],
-            parked=waiting[SequenceState.PARKED],
-            paused=[*waiting[SequenceState.PAUSED], *self._pending.paused_status()],
-            num_threads=self._timer.num_threads,
-            threads_reason=self._timer.reason,
-            devices=device_status(self._devices, sample.devices, self._store.ledger.device_lines()),
-            counters=counters,
-            cache=self._store.cache.status(),
-            models=self._residency.status(now),
-            memory=self._pressure_handler.status(sample, self._store.ledger.lines()),
-            kv_cells_total=sum(r.num_cells[0] for r in runners),
-            kv_cells_used=sum(r.num_cells[1] for r in runners),
-            activity={r.spec.id: figures for r in runners if (figures := r.activity(now))},
-            prefixes=self._store.cache.largest(NUM_PREFIXES, now),
-        )
 
 
 def _sources(config: EngineConfig, devices: HeldDevices) -> Sources:

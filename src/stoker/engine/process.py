@@ -1,4 +1,4 @@
-"""The engine process, from inside: `python -m stoker.engine FD CONFIG_JSON LOG_LEVEL` runs `serve`.
+"""The engine process, from inside: `python -m stoker.engine FD` runs `serve`, told by its stdin how.
 
 Owns the socket's engine end, the thread that reads it and the heartbeat; everything else is the loop's.
 The process lives exactly as long as its client: at the end of the socket it exits, however busy it is.
@@ -11,6 +11,7 @@ buffer is full.
 from __future__ import annotations
 
 import contextlib
+import gc
 import importlib.util
 import logging
 import os
@@ -19,12 +20,14 @@ import socket
 import sys
 import threading
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Protocol
 
 import msgspec
 
 from stoker.engine.threads.timer import READ_EVERY_S
 from stoker.ipc.codec import command_decoder, encode_events
+from stoker.ipc.commands import GetStatus, Watch
 from stoker.ipc.engine_config import EngineConfig
 from stoker.ipc.events import Logged
 from stoker.machine import malloc
@@ -37,6 +40,7 @@ if TYPE_CHECKING:
 
 HEARTBEAT_S = READ_EVERY_S
 ORPHAN_GRACE_S = 2.0
+_CAN_WAIT = (GetStatus, Watch)  # the client shows meanwhile what it knows
 READ_BYTES = 256 * 1024
 ROOT_LOGGER = "stoker"
 
@@ -132,7 +136,9 @@ class ClientLink:
             with contextlib.suppress(ConnectionError):
                 while data := self._socket.recv(READ_BYTES):
                     for command in decoder.feed(data):
-                        self._inbox.put(command)
+                        is_waited_for = not isinstance(command, _CAN_WAIT)
+                        with self._inbox.interrupt.arrival() if is_waited_for else nullcontext():
+                            self._inbox.put(command)
         finally:
             self._inbox.close()
         if not self._is_done.wait(ORPHAN_GRACE_S):
@@ -201,7 +207,8 @@ class EngineInThread:
 
     def put(self, command: Command) -> None:
         """Add a command, from any thread."""
-        self._inbox.put(command)
+        with nullcontext() if isinstance(command, _CAN_WAIT) else self._inbox.interrupt.arrival():
+            self._inbox.put(command)
 
     def close(self) -> None:
         """Make `run` return after the step under way, from any thread."""
@@ -224,31 +231,56 @@ def load_native() -> None:
     import llama_cpp.llama_cpp  # noqa: F401, PLC0415 - for its effect
 
 
+def begin_devices() -> threading.Thread:
+    """Start the devices' drivers and import what reads GGUF files, in a thread: both take a while.
+
+    What goes wrong here goes wrong again for whoever asks for it, and is told there.
+    """
+
+    def begin() -> None:
+        with contextlib.suppress(Exception):
+            importlib.import_module("stoker.backends.llama.binding").accelerators()
+            importlib.import_module("stoker.backends.llama.backend")
+
+    thread = threading.Thread(target=begin, name="stoker-devices", daemon=True)
+    thread.start()
+    return thread
+
+
 def serve(arguments: list[str], make_engine: MakeEngine = engine_loop) -> int:
     """Run an engine in this process until a command ends it.
 
+    It is told by its stdin how to run, an `EngineConfig` as JSON, once it has imported what takes long.
+
     Args:
-        arguments: number of the inherited socket; an `EngineConfig` as JSON; the level that its log is
-            wanted from, as in `logging`.
+        arguments: number of the inherited socket.
         make_engine: builds the engine.
 
     Returns:
-        Exit status 0 after an orderly shutdown; anything unexpected leaves as a traceback and status 1.
+        Exit status 0 after an orderly shutdown, or where nobody says how to run; anything unexpected leaves
+        as a traceback and status 1.
     """
     prepare_signals()
     prepare_to_crash()
     malloc.share_arena()
     if make_engine is engine_loop:
+        gc.disable()  # what is imported stays: to look through it for garbage takes a twelfth of the time
         load_native()
+        begin_devices()
+        importlib.import_module("stoker.engine.loop")
+        gc.freeze()
+        gc.enable()
     from stoker.engine.inbox import Inbox  # noqa: PLC0415 - imports numpy
 
-    descriptor, config_json, log_level = arguments
-    sock = open_client(int(descriptor))
+    sock = open_client(int(arguments[0]))
+    told = sys.stdin.buffer.read()
+    if not told:
+        return 0  # the command that spawned us had none to run
+    config = msgspec.json.decode(told, type=EngineConfig)
     inbox, writer, is_done = Inbox(), EventWriter(sock), threading.Event()
     link = ClientLink(sock, inbox)
     link.start()
-    LogToClient.set_up(writer.write, int(log_level))
-    config = msgspec.json.decode(config_json, type=EngineConfig)
+    LogToClient.set_up(writer.write, config.log_level)
     limit_allocator(config.memory_limit)
     engine = make_engine(inbox, writer.write, config)
     start_heartbeat(engine.heartbeat, writer, is_done)

@@ -1,41 +1,58 @@
-"""Images in the turns of a conversation: which there are, and where each stands in the text (SPEC V2).
+"""Images and recordings in the turns of a conversation: which there are, and where each stands (SPEC V2, V9).
 
-Owns the marker that an image becomes in a turn's text, which roles may show images, and that there are as
-many markers as images. `intake` fetches and decodes them, the template makes the prompt.
+Owns the marker that one becomes in a turn's text, which roles may show them, and that there are as many
+markers as of them. `intake` fetches and decodes them, the template makes the prompt. Of places, markers and
+roles what is said of an image holds for a recording.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
 
+from stoker.audio.audio import Audio
 from stoker.errors import InvalidRequestError, UnsupportedError
 from stoker.images.image import Image, images_of
 from stoker.ipc.model import ModelInfo, Pairing
 from stoker.ipc.request import IMAGE_MARKER
 
-_LINKED = frozenset({"image_url", "input_image"})
 _MAY_SHOW = frozenset({"user", "tool"})
 
 
 @dataclass(frozen=True, slots=True)
+class Recording:
+    """A recording that a conversation holds: an application's Audio, or a stranger's base64.
+
+    `rate_hz` is at how many samples a second its model hears.
+    """
+
+    source: Audio | str
+    rate_hz: int
+
+
+@dataclass(frozen=True, slots=True)
 class Given:
-    """An image that a conversation holds.
+    """An image or a recording that a conversation holds.
 
     Attributes:
-        source: an application's Image, or a stranger's URI.
+        source: an application's Image, a stranger's URI, or a recording.
         param: path of it in the request, for errors.
     """
 
-    source: Image | str
+    source: Image | str | Recording
     param: str
 
 
 def can_see(info: ModelInfo) -> bool:
     """Whether the model reads images as it is served."""
-    return info.has_vision or info.pairing == Pairing.READY
+    return info.has_vision or (info.pairing == Pairing.READY and not can_hear(info))
+
+
+def can_hear(info: ModelInfo) -> bool:
+    """Whether the model takes recordings as it is served."""
+    return info.hears_hz > 0
 
 
 def require_vision(info: ModelInfo, param: str) -> None:
@@ -45,8 +62,21 @@ def require_vision(info: ModelInfo, param: str) -> None:
     why = {
         Pairing.NEEDS_PROJECTOR: "it lacks its projector: serve it with --mmproj FILE",
         Pairing.BROKEN: "its projector does not fit it",
+        Pairing.READY: "its projector hears and sees nothing",
     }.get(Pairing(info.pairing), f"it has no vision ({info.architecture}, and no projector is given)")
     raise UnsupportedError(f"{param}: the model {info.id} takes text, no pictures: {why}", param=param)
+
+
+def require_hearing(info: ModelInfo, param: str) -> None:
+    """Raises UnsupportedError where the model takes no recordings, saying what it lacks."""
+    if can_hear(info):
+        return
+    why = {
+        Pairing.NEEDS_PROJECTOR: "it lacks its projector: serve it with --mmproj FILE",
+        Pairing.BROKEN: "its projector does not fit it",
+        Pairing.READY: "its projector sees and hears nothing",
+    }.get(Pairing(info.pairing), f"it has no hearing ({info.architecture}, and no projector is given)")
+    raise UnsupportedError(f"{param}: the model {info.id} takes no recordings: {why}", param=param)
 
 
 def with_images(
@@ -83,15 +113,16 @@ def illustrated(
         info: of the model that is to see them.
 
     Raises:
-        UnsupportedError: the model reads no images.
+        UnsupportedError: the model reads no images, or takes no recordings.
         InvalidRequestError: a part is malformed, an image or a marker is in a turn that may have none, or
             there are more markers than images.
     """
-    if not can_see(info) and not any(isinstance(turn.get("content"), list | tuple) for turn in messages):
+    has_media = can_see(info) or can_hear(info)
+    if not has_media and not any(isinstance(turn.get("content"), list | tuple) for turn in messages):
         return [dict(turn) for turn in messages], ()
     turns = [_Turn.of(f"messages.{index}", message, info) for index, message in enumerate(messages)]
     images = tuple(image for turn in turns for image in turn.images)
-    if images or can_see(info):
+    if images or has_media:
         for turn in turns:
             turn.check()
     return [turn.message() for turn in turns], images
@@ -116,7 +147,7 @@ class _Turn:
             return cls(where, message, known)
         if any(isinstance(piece, Given) for piece in known):
             strange = f"{where}.content.{pieces.index(None)}"
-            raise InvalidRequestError(f"{strange} is neither text nor a picture", param=strange)
+            raise InvalidRequestError(f"{strange} is neither text, a picture nor a recording", param=strange)
         return cls(where, message, None)
 
     @property
@@ -134,10 +165,11 @@ class _Turn:
         role, num_images, num_written = self.given.get("role"), len(self.images), self._num_written
         if role not in _MAY_SHOW and (num_images or num_written):
             where = self.images[0].param if num_images else f"{self.where}.content"
-            raise InvalidRequestError(f"{where}: pictures stand in user turns, not in {role}'s", param=where)
+            text = f"{where}: pictures and recordings stand in user turns, not in {role}'s"
+            raise InvalidRequestError(text, param=where)
         if num_written > num_images:
             where = f"{self.where}.content"
-            text = f"{where}: {num_written} markers {IMAGE_MARKER} for {num_images} pictures"
+            text = f"{where}: {num_written} markers {IMAGE_MARKER} for {num_images} pictures and recordings"
             raise InvalidRequestError(text, param=where)
 
     def message(self) -> dict[str, Any]:
@@ -155,25 +187,69 @@ class _Turn:
 
 
 def _piece(part: Any, where: str, info: ModelInfo) -> str | Given | None:
-    """A text, an image, or None: something the template may know."""
+    """A text, an image, a recording, or None: something the template may know."""
     if isinstance(part, str):
         return part
-    if isinstance(part, Image):
-        require_vision(info, where)
-        return Given(part, where)
+    if isinstance(part, Image | Audio):
+        return _own(part, where, info)
     if not isinstance(part, Mapping):
         raise InvalidRequestError(f"{where} is no part of a message", param=where)
     kind = part.get("type")
     if kind == "text" and isinstance(part.get("text"), str):
         return str(part["text"])
-    if isinstance(kind, str) and kind in _LINKED:
-        require_vision(info, where)
-        link = part.get("image_url")
-        url = link.get("url") if isinstance(link, Mapping) else link
-        if not isinstance(url, str):
-            raise InvalidRequestError(f"{where}.image_url has no url", param=f"{where}.image_url")
-        return Given(url, f"{where}.image_url")
-    if kind == "image" and "image" in part:
-        require_vision(info, where)
-        return Given(part["image"] if isinstance(part["image"], Image) else Image(part["image"]), where)
+    if isinstance(kind, str) and kind in _READERS:
+        return _READERS[kind](part, where, info)
     return None
+
+
+def _own(medium: Image | Audio, where: str, info: ModelInfo) -> Given:
+    """An application's image or recording. Raises UnsupportedError where the model takes none."""
+    if isinstance(medium, Image):
+        require_vision(info, where)
+        return Given(medium, where)
+    require_hearing(info, where)
+    return Given(Recording(medium, info.hears_hz), where)
+
+
+def _linked_image(part: Mapping[str, Any], where: str, info: ModelInfo) -> Given:
+    """A stranger's image. Raises UnsupportedError: the model takes none; InvalidRequestError: no URL."""
+    require_vision(info, where)
+    link = part.get("image_url")
+    url = link.get("url") if isinstance(link, Mapping) else link
+    if not isinstance(url, str):
+        raise InvalidRequestError(f"{where}.image_url has no url", param=f"{where}.image_url")
+    return Given(url, f"{where}.image_url")
+
+
+def _input_audio(part: Mapping[str, Any], where: str, info: ModelInfo) -> Given:
+    """A stranger's recording. Raises UnsupportedError: the model takes none; InvalidRequestError: no data."""
+    require_hearing(info, where)
+    given = part.get("input_audio")
+    data = given.get("data") if isinstance(given, Mapping) else None
+    if not isinstance(data, str):
+        raise InvalidRequestError(f"{where}.input_audio has no data", param=f"{where}.input_audio")
+    return Given(Recording(data, info.hears_hz), f"{where}.input_audio")
+
+
+def _own_image(part: Mapping[str, Any], where: str, info: ModelInfo) -> Given | None:
+    given = part.get("image")
+    if given is None:
+        return None
+    return _own(given if isinstance(given, Image) else Image(given), where, info)
+
+
+def _own_audio(part: Mapping[str, Any], where: str, info: ModelInfo) -> Given | None:
+    given = part.get("audio")
+    if given is None:
+        return None
+    return _own(given if isinstance(given, Audio) else Audio(given), where, info)
+
+
+_READERS: Mapping[str, Callable[[Mapping[str, Any], str, ModelInfo], Given | None]] = {
+    "image_url": _linked_image,
+    "input_image": _linked_image,
+    "input_audio": _input_audio,
+    "image": _own_image,
+    "audio": _own_audio,
+}
+"""What reads a part, by its type."""

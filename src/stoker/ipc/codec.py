@@ -15,7 +15,7 @@ from stoker.ipc.commands import Command
 from stoker.ipc.events import Event
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterable, Iterator, Sequence
 
 HEADER_BYTES = 4
 MAX_FRAME_BYTES = 256 * 1024**2
@@ -74,18 +74,28 @@ class FrameDecoder(Generic[T]):
     def __repr__(self) -> str:
         return f"<FrameDecoder pending={len(self._pending)}>"
 
-    def feed(self, data: bytes) -> Iterator[T]:
+    def feed(self, data: bytes) -> Iterable[T]:
         """The messages that `data` completes; the rest is kept for the next call.
 
         Raises:
-            WireError: a length is over the bound or a body is not such a message.
+            WireError: a length is over the bound or a body is not such a message; here or while iterating.
         """
+        size_bytes = len(data) - HEADER_BYTES
+        is_whole = int.from_bytes(data[:HEADER_BYTES], "little") == size_bytes <= MAX_FRAME_BYTES
+        if is_whole and not self._pending:  # as a rule: a step's events come at once
+            return (self._decoded(memoryview(data)[HEADER_BYTES:]),)
+        return self._feed(data)
+
+    def _feed(self, data: bytes) -> Iterator[T]:
         self._pending += data
         while (body := self._take()) is not None:
-            try:
-                yield self._decoder.decode(body)
-            except msgspec.DecodeError as error:
-                raise WireError(f"a frame of {len(body)} bytes cannot be read: {error}") from error
+            yield self._decoded(body)
+
+    def _decoded(self, body: bytes | memoryview) -> T:
+        try:
+            return self._decoder.decode(body)
+        except msgspec.DecodeError as error:
+            raise WireError(f"a frame of {len(body)} bytes cannot be read: {error}") from error
 
     def _take(self) -> bytes | None:
         if len(self._pending) < HEADER_BYTES:

@@ -149,6 +149,12 @@ class GetStatus(msgspec.Struct, frozen=True, tag=True):
     call_id: int
 
 
+class Watch(msgspec.Struct, frozen=True, tag=True):
+    """Post the summaries of `ipc.figures` from now on, all of them once at first, or no longer."""
+
+    is_watched: bool
+
+
 class Shutdown(msgspec.Struct, frozen=True, tag=True):
     """Take no more requests, finish for `drain_s`, cancel the rest, free everything, exit (SPEC L4)."""
 
@@ -167,6 +173,7 @@ Command = (
     | Resume
     | TextQuestion
     | GetStatus
+    | Watch
     | Suspend
     | Shutdown
 )

@@ -13,6 +13,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         cache_dir, heat_trace: paths; no trace: the machine's sensors.
         has_own_process: its client is its parent process, whose memory counts beside its own.
+        num_restarts: engines of this client that have ended by themselves before.
+        log_level: what its log is wanted from, as in `logging`.
     """
 
     cache_dir: str
@@ -26,3 +28,5 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     watchdog_s: float
     heat_trace: str | None
     has_own_process: bool
+    num_restarts: int
+    log_level: int

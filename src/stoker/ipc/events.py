@@ -5,14 +5,23 @@ Each request ends with exactly one `Finished` or `Failed`.
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import msgspec
 
 from stoker.errors import ErrorInfo
+from stoker.ipc.figures import Figures
 from stoker.ipc.model import ModelInfo
 from stoker.ipc.request import FinishReason
 from stoker.ipc.usage import CacheSource, Tensor, Timings, TokenLogprob, Usage
+
+_WORDS = re.compile(r"(?<!^)(?=[A-Z])")
+
+
+def event_name(kind: type) -> str:
+    """The name of an event for others than this package: `prefill_progress` for PrefillProgress."""
+    return _WORDS.sub("_", kind.__name__).lower()
 
 
 class Hello(msgspec.Struct, frozen=True, tag=True):
@@ -29,6 +38,7 @@ class ModelState(msgspec.Struct, frozen=True, tag=True, kw_only=True):
         stage: of a load: "waiting" for memory, "header", "weights"; of a download the file's name. With
             "ready": the model serves while another load of it, which may replace it, is in this stage.
         fraction: of the stage, 0 to 1.
+        num_bytes: of the file of a download; 0: not known.
         reason: why, for people; empty where it was asked for.
     """
 
@@ -36,6 +46,7 @@ class ModelState(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     state: str
     stage: str = ""
     fraction: float = 0.0
+    num_bytes: int = 0
     info: ModelInfo | None = None
     error: ErrorInfo | None = None
     reason: str = ""
@@ -97,6 +108,23 @@ class Queued(msgspec.Struct, frozen=True, tag=True):
     awaits_model: bool = False
 
 
+class Waiting(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+    """Why a queued choice does not run has changed. For status alone: its own client is not shown it.
+
+    Attributes:
+        index: which choice.
+        reason: for people, such as "no free slot".
+        by: the request that it waits for and that `reason` names; None: it names none.
+        is_for_prefix: `by`, or its first choice, computes its beginning (SPEC C4).
+    """
+
+    request_id: str
+    index: int
+    reason: str
+    by: str | None = None
+    is_for_prefix: bool = False
+
+
 class Preparing(msgspec.Struct, frozen=True, tag=True):
     """A worker tokenises a request that has waited for its model, until `Queued` or `Failed`.
 
@@ -111,6 +139,7 @@ class Admitted(msgspec.Struct, frozen=True, tag=True):
 
     `cached_tokens` of the `prompt_tokens` came from `cache_source` (SPEC C13). A choice may grow to
     `num_context` tokens: its model is not reloaded with less context before the request has ended.
+    `index` is the choice, `slot` its slot (None: it is computed without one), `reason` what it goes on from.
     """
 
     request_id: str
@@ -118,15 +147,22 @@ class Admitted(msgspec.Struct, frozen=True, tag=True):
     cache_source: CacheSource | None = None
     prompt_tokens: int = 0
     num_context: int = 0
+    index: int = 0
+    slot: int | None = None
+    reason: str = ""
 
 
 class Parked(msgspec.Struct, frozen=True, tag=True, kw_only=True):
-    """A choice was preempted and goes on later (SPEC Q4), kept as `form`: cells, snapshot or tokens."""
+    """A choice was preempted and goes on later (SPEC Q4), kept as `form`: cells, snapshot or tokens.
+
+    `by` is the request that it gave way to, which `reason` names; None: it gave way to none.
+    """
 
     request_id: str
     index: int
     form: str
     reason: str
+    by: str | None = None
 
 
 class Paused(msgspec.Struct, frozen=True, tag=True):
@@ -244,6 +280,7 @@ class Goodbye(msgspec.Struct, frozen=True, tag=True):
 
 RequestEvent = (
     Preparing
+    | Waiting
     | Queued
     | Admitted
     | Parked
@@ -258,4 +295,4 @@ RequestEvent = (
 )
 """About one request; each carries its `request_id`."""
 
-Event = Hello | ModelState | MachineEvent | RequestEvent | Reply | Heartbeat | Logged | Goodbye
+Event = Hello | ModelState | MachineEvent | Figures | RequestEvent | Reply | Heartbeat | Logged | Goodbye

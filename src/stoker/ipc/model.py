@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from enum import StrEnum
-from typing import Literal
+from typing import Any, Literal
 
 import msgspec
 
@@ -177,17 +177,21 @@ class AdapterSpec(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ProjectorSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """The image encoder of a model (SPEC V1).
+    """The encoder of a model's images and recordings (SPEC V1, V9).
 
     Attributes:
         path: the GGUF file (mmproj).
         size_bytes: of its tensors.
-        compute_bytes: the most that encoding an image takes beside them.
+        compute_bytes: the most that encoding takes beside them.
+        has_vision: it takes images.
+        hears_hz: samples a second at which it takes recordings; 0: it takes none.
     """
 
     path: str
     size_bytes: int = 0
     compute_bytes: int = 0
+    has_vision: bool = True
+    hears_hz: int = 0
 
 
 class SplitMode(StrEnum):
@@ -239,6 +243,18 @@ STREAM_CALL_TOKENS = 2048
 """The same in streams on a device, where a call takes 10 ms of the host however few tokens it has."""
 
 
+CLIENT_SIDE = (
+    "aliases",
+    "best_priority",
+    "chat_template",
+    "sampling_defaults",
+    "score_output",
+    "thinking",
+    "tool_format",
+)
+"""Fields of a spec and of an info that no engine looks at."""
+
+
 class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     """A model to load and how.
 
@@ -269,6 +285,11 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
         projector: None: it takes no images.
         chat_template: what conversations are laid out with; None: what its file says.
         score_output: which output of a reranker's classifier is the score; None: not known.
+        aliases: further names that it is served under.
+        best_priority: requests get this class at most, "interactive" or "background".
+        sampling_defaults: what requests get that do not say, by the names of `Sampling`.
+        thinking: whether it thinks before it answers, or how hard, where a request does not say.
+        tool_format: name of the format of tool calls; None: as the template has it.
     """
 
     id: str
@@ -297,6 +318,20 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     projector: ProjectorSpec | None = None
     chat_template: str | None = None
     score_output: int | None = 0
+    aliases: tuple[str, ...] = ()
+    best_priority: str = "interactive"
+    sampling_defaults: dict[str, Any] | None = None
+    thinking: bool | str | None = None
+    tool_format: str | None = None
+
+    @property
+    def as_loaded(self) -> ModelSpec:
+        """Without what changes at once: specs that differ in that alone need no other load."""
+        return self.with_own(ModelSpec(id=self.id, path=self.path))
+
+    def with_own(self, other: ModelSpec) -> ModelSpec:
+        """The same with what changes at once as `other` has it."""
+        return msgspec.structs.replace(self, **{name: getattr(other, name) for name in _AT_ONCE})
 
     @property
     def call_tokens(self) -> int:
@@ -321,6 +356,10 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
         return msgspec.structs.replace(self, num_cells=cells, n_ctx=min(self.n_ctx or cells, cells))
 
 
+_AT_ONCE = frozenset((*CLIENT_SIDE, "keep_alive_s", "is_pinned"))
+"""Fields of a spec that change without another load."""
+
+
 class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
     """What a model is and the limits that resulted (SPEC K7); before its first load what its header says.
 
@@ -330,11 +369,14 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
         repeatable_cost: how much longer a step takes for it here, 0.15 being 15 %; None: not measured.
         degraded: what it got less of than was asked for, for want of memory (SPEC R2).
         pairing: with its projector (SPEC V1): "ready", "needs_projector", "broken"; empty: no vision model.
+        hears_hz: samples a second of the recordings that it takes (SPEC V9); 0: it takes none.
         pooling: how an encoder makes one vector of a text's tokens; empty: it is no encoder.
         n_embd: width of its vectors.
         score_output: as in `ModelSpec`.
+        quantisation: label such as Q4_K_M.
         adapters: those that requests may ask for (SPEC K6).
         adapter: the one by whose name it was asked for; empty: by its own.
+        aliases, best_priority, sampling_defaults, thinking, tool_format: as in `ModelSpec`.
     """
 
     id: str
@@ -363,13 +405,26 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
     can_trim: bool = True
     can_fork: bool = True
     has_vision: bool = False
+    hears_hz: int = 0
     pairing: str = ""
     degraded: list[str] = []
     pooling: str = ""
     n_embd: int = 0
     score_output: int | None = 0
+    quantisation: str = ""
     adapters: tuple[AdapterSpec, ...] = ()
     adapter: str = ""
+    aliases: tuple[str, ...] = ()
+    best_priority: str = "interactive"
+    sampling_defaults: dict[str, Any] | None = None
+    thinking: bool | str | None = None
+    tool_format: str | None = None
+
+    def served_as(self, spec: ModelSpec) -> ModelInfo:
+        """The same with what the client does for a model that is served so."""
+        own = {name: getattr(spec, name) for name in CLIENT_SIDE}
+        own["chat_template"] = spec.chat_template or self.chat_template
+        return msgspec.structs.replace(self, **own)
 
     @classmethod
     def bare(cls, spec: ModelSpec) -> ModelInfo:
@@ -384,7 +439,7 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
             kv_type=spec.kv_type,
             chat_template=spec.chat_template,
             score_output=spec.score_output,
-        )
+        ).served_as(spec)
 
     @property
     def asked_as(self) -> str:

@@ -27,7 +27,8 @@ MAX_CANDIDATE_CHARS = 2**20
 MAX_ADAPTERS = 16
 MAX_ADAPTER_SCALE = 100.0
 IMAGE_MARKER = "<__media__>"
-"""Where an image stands in a prompt's text."""
+"""Where an image or a recording stands in a prompt's text."""
+_SAMPLE_BYTES = 2
 
 
 class Priority(StrEnum):
@@ -156,7 +157,7 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True):
             raise InvalidRequestError("seed must fit in 64 bits", param="seed")
 
 
-class Picture(msgspec.Struct, frozen=True):
+class Picture(msgspec.Struct, frozen=True, tag="picture"):
     """An image for the model, which the client has decoded, turned upright and shrunk.
 
     Attributes:
@@ -179,6 +180,43 @@ class Picture(msgspec.Struct, frozen=True):
         """Digest of size and pixels (SPEC C11)."""
         head = f"{self.width}x{self.height}:".encode()
         return hashlib.blake2b(head + self.rgb, digest_size=32).digest()
+
+
+class Sound(msgspec.Struct, frozen=True, tag="sound"):
+    """A recording for the model, which the client has decoded, mixed to one channel and resampled (SPEC V9).
+
+    Attributes:
+        rate_hz: samples a second; that at which the model hears.
+        pcm: signed 16-bit little-endian samples.
+    """
+
+    rate_hz: int
+    pcm: bytes
+
+    def __post_init__(self) -> None:
+        if self.rate_hz <= 0 or not self.pcm or len(self.pcm) % _SAMPLE_BYTES:
+            text = f"{len(self.pcm)} bytes are no recording of 16-bit samples at {self.rate_hz} Hz"
+            raise InvalidRequestError(text, param="audio")
+
+    @property
+    def num_samples(self) -> int:
+        """Of its one channel."""
+        return len(self.pcm) // _SAMPLE_BYTES
+
+    @property
+    def duration_s(self) -> float:
+        """How long it is."""
+        return self.num_samples / self.rate_hz
+
+    @property
+    def content(self) -> bytes:
+        """Digest of rate and samples (SPEC C11)."""
+        head = f"{self.rate_hz} Hz:".encode()
+        return hashlib.blake2b(head + self.pcm, digest_size=32).digest()
+
+
+Medium = Picture | Sound
+"""What a projector makes embeddings of."""
 
 
 class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
@@ -211,7 +249,8 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
         speculate: guess tokens ahead where that is quicker (SPEC D9); the text is the same.
         adapters: LoRA adapters of the model, each by its name or its index, and its scale (SPEC K6); None: as
             set for it, 0: not at all.
-        pictures: in the order of their markers, `IMAGE_MARKER`, in the prompt (SPEC V2).
+        pictures: images and recordings, in the order of their markers, `IMAGE_MARKER`, in the prompt (SPEC
+            V2, V9).
         note: the client's own, such as how the answer is to be read; the engine ignores it.
         document: what a reranker scores for the prompt, which is the query (SPEC K4); with `state_output`
             "score" only.
@@ -247,7 +286,7 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
     speculate: bool = True
     note: bytes = b""
     document: str | None = None
-    pictures: tuple[Picture, ...] = ()
+    pictures: tuple[Medium, ...] = ()
     adapters: tuple[tuple[str | int, float | None], ...] = ()
     candidates: tuple[str, ...] = ()
     is_calibrated: bool = False

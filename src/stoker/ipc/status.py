@@ -9,13 +9,14 @@ import msgspec
 
 from stoker.errors import ErrorInfo
 from stoker.ipc.request import Priority
-from stoker.ipc.usage import Timings, Usage
+from stoker.ipc.usage import GapStatus, Timings, Usage
 
 
 class SlotStatus(msgspec.Struct, frozen=True, kw_only=True):
     """One slot: `state` is idle, prefill or decode; an idle slot may still hold reusable tokens.
 
-    `story` is what happened to the sequence in it, oldest first, each with the seconds since.
+    `story` is what happened to the sequence in it, oldest first, each with the seconds since; `others` are
+    the requests that it names, `index` the choice.
     """
 
     id: int
@@ -25,6 +26,8 @@ class SlotStatus(msgspec.Struct, frozen=True, kw_only=True):
     request_id: str | None = None
     priority: Priority | None = None
     story: list[tuple[float, str]] = []
+    index: int | None = None
+    others: list[str] = []
 
 
 class WaitStatus(msgspec.Struct, frozen=True, kw_only=True):
@@ -35,7 +38,9 @@ class WaitStatus(msgspec.Struct, frozen=True, kw_only=True):
         position: place in the queue, 0 is next; None: paused, so not in the queue.
         eta_s: estimated seconds until it runs; None: unknown, or paused.
         form: how a parked or paused one is kept: cells, snapshot or tokens.
-        story: as in `SlotStatus`.
+        story, others: as in `SlotStatus`.
+        reason: why it waits, for people.
+        by: the request that `reason` names; None: it names none.
     """
 
     request_id: str
@@ -47,6 +52,9 @@ class WaitStatus(msgspec.Struct, frozen=True, kw_only=True):
     num_tokens: int = 0
     form: str | None = None
     story: list[tuple[float, str]] = []
+    others: list[str] = []
+    reason: str = ""
+    by: str | None = None
 
 
 class CallKind(StrEnum):
@@ -91,6 +99,26 @@ class GroupStatus(msgspec.Struct, frozen=True, kw_only=True):
     timings: Timings = Timings()
 
 
+class RequestMove(msgspec.Struct, frozen=True, kw_only=True):
+    """A change of what a request does, or of why it waits.
+
+    Attributes:
+        at: seconds since the epoch.
+        state: held, preparing, queued, prefix_wait, prefill, decode, parked, paused or ended.
+        index: the choice; None: all that have not ended.
+        slot: of the choice; None: it has none.
+        reason: for people; of an end its reason or its error's code.
+        by: the request that `reason` names; None: it names none.
+    """
+
+    at: float
+    state: str
+    index: int | None = None
+    slot: int | None = None
+    reason: str = ""
+    by: str | None = None
+
+
 class RequestStatus(msgspec.Struct, frozen=True, kw_only=True):
     """One request, or call of several, as its client's side of the engine knows it; no text of it.
 
@@ -113,6 +141,16 @@ class RequestStatus(msgspec.Struct, frozen=True, kw_only=True):
             ended.
         processed_tokens: of the prompt, computed or cached so far.
         position, eta_s: its place in the queue and estimated seconds until it runs; None: none, or not known.
+        waits_for: why it does not compute now, for people; empty: it does, or has ended.
+        cache_source: where the cached tokens came from; None: there are none.
+        end_to_end_s: from arrival to the end, or to now.
+        itl_ms: between deliveries, without time spent parked, paused or without an engine; None: there were
+            no two.
+        num_restarts: engines that ended, or were suspended, while it lived.
+        draft_tokens, accepted_tokens: that were guessed for it, and those of them that were right.
+        moves: what it went through, the last 64, the oldest first; num_moves counts all.
+        num_members, num_done: of a call of several requests; None: it is one.
+        stage, fraction: how far a load is (kind "load").
     """
 
     request_id: str
@@ -139,6 +177,27 @@ class RequestStatus(msgspec.Struct, frozen=True, kw_only=True):
     processed_tokens: int = 0
     position: int | None = None
     eta_s: float | None = None
+    waits_for: str = ""
+    cache_source: str | None = None
+    end_to_end_s: float = 0.0
+    itl_ms: GapStatus | None = None
+    num_restarts: int = 0
+    draft_tokens: int = 0
+    accepted_tokens: int = 0
+    moves: list[RequestMove] = []
+    num_moves: int = 0
+    num_members: int | None = None
+    num_done: int | None = None
+    stage: str = ""
+    fraction: float | None = None
+
+    def as_row(self) -> dict[str, Any]:
+        """Its fields as JSON can hold them, without the owner; of an error its code and message."""
+        row: dict[str, Any] = msgspec.to_builtins(self)
+        del row["owner"]
+        if self.error is not None:
+            row["error"] = {"code": self.error.code, "message": self.error.message}
+        return row
 
 
 class ExitStatus(msgspec.Struct, frozen=True, kw_only=True):
@@ -190,11 +249,14 @@ class PrefixStatus(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         namespace: the beginning of a digest that is equal for those that share.
         source: path of the model's file.
-        where: pending, ram, disk or reading.
+        where: pending, ram, disk or reading; junction: it is what others have in common, and not stored.
         own_tokens: of `num_tokens`, those that no other stored prefix has.
         num_hits: requests that went on from it since this program has it.
         idle_s: seconds since the last.
         num_leases: who needs it where it is.
+        id, parent: its place in the tree of what begins alike; None: nothing is before it.
+        model: id of the model; empty: it is not in memory.
+        used_by: requests that compute now and begin with it.
     """
 
     namespace: str
@@ -208,6 +270,10 @@ class PrefixStatus(msgspec.Struct, frozen=True, kw_only=True):
     idle_s: float
     num_leases: int
     is_background: bool
+    id: str = ""
+    parent: str | None = None
+    model: str = ""
+    used_by: list[str] = []
 
 
 class ModelStatus(msgspec.Struct, frozen=True, kw_only=True):
@@ -216,6 +282,7 @@ class ModelStatus(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         state: absent, downloading, loading, ready, suspended, failed or unloading.
         stage, fraction: how far a load is.
+        num_bytes: of the file of a download; 0: not known.
         bytes: of weights, kv, compute, ...; of one that is not loaded what they would be.
         is_pinned: it is never unloaded to make room.
         leases: requests that run on it or wait for it; it is not unloaded while there are any.
@@ -229,6 +296,7 @@ class ModelStatus(msgspec.Struct, frozen=True, kw_only=True):
     state: str
     stage: str = ""
     fraction: float = 0.0
+    num_bytes: int = 0
     bytes: dict[str, int] = {}
     is_pinned: bool = False
     leases: int = 0

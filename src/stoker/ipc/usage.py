@@ -39,6 +39,7 @@ class Usage(msgspec.Struct, frozen=True, kw_only=True):
         cached_tokens: prompt tokens that were not computed for this request.
         cache_source: None: there were none.
         dropped_tokens: dropped by context shifts (SPEC C12).
+        draft_tokens, accepted_tokens: that were guessed for it, and those of them that were right.
     """
 
     prompt_tokens: int = 0
@@ -46,6 +47,8 @@ class Usage(msgspec.Struct, frozen=True, kw_only=True):
     cached_tokens: int = 0
     cache_source: CacheSource | None = None
     dropped_tokens: int = 0
+    draft_tokens: int = 0
+    accepted_tokens: int = 0
 
 
 def total_usage(usages: Sequence[Usage]) -> Usage:
@@ -57,19 +60,32 @@ def total_usage(usages: Sequence[Usage]) -> Usage:
         cached_tokens=sum(usage.cached_tokens for usage in usages),
         cache_source=most.cache_source,
         dropped_tokens=sum(usage.dropped_tokens for usage in usages),
+        draft_tokens=sum(usage.draft_tokens for usage in usages),
+        accepted_tokens=sum(usage.accepted_tokens for usage in usages),
     )
+
+
+class GapStatus(msgspec.Struct, frozen=True, kw_only=True):
+    """Milliseconds between two deliveries of tokens to one choice; `p50` and `p99` are within 2.5 %."""
+
+    mean: float
+    p50: float
+    p99: float
+    max: float
 
 
 class Timings(msgspec.Struct, frozen=True, kw_only=True):
     """Seconds that a request spent in the engine (SPEC O2), and its preemptions.
 
-    `decode_s` is from the first token to the end, including time spent parked.
+    `decode_s` is from the first token to the end, including time spent parked. `itl_ms` is between deliveries
+    without that, None: there were no two.
     """
 
     queue_s: float = 0.0
     prefill_s: float = 0.0
     decode_s: float = 0.0
     num_preemptions: int = 0
+    itl_ms: GapStatus | None = None
 
 
 class Tensor(msgspec.Struct, frozen=True, array_like=True):

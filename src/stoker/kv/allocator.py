@@ -132,6 +132,7 @@ class KVAllocator:
     Attributes:
         moves: what copies of states may cost the turn; whoever carries out its operations asks.
         is_trim_due: cells were left behind since `trim` last looked at them.
+        late_ops: what became due since the last turn; `take_late_ops` takes it.
     """
 
     def __init__(self, limits: SchedulerLimits, cache: PrefixCache, compute_s: ComputeTime = unknown) -> None:
@@ -141,7 +142,7 @@ class KVAllocator:
         self.prefix_source = PrefixSource(limits, cache)
         self.slots = SlotTable(limits)
         self.cells = CellPool(limits.num_cells)
-        self._late_ops: list[KVOp] = []
+        self.late_ops: list[KVOp] = []
         self._demand: _Demand | None = None
         self.is_trim_due = False
 
@@ -235,7 +236,7 @@ class KVAllocator:
                 self._demand.num_kept -= self.cells.exclusive(slot.id)
             self._demand.num_wanted += sequence.num_pending + self._growth(sequence)
         self.slots.occupy(slot, sequence, self.prefix_source.now)
-        return f"slot {slot.id}, {told}"
+        return f"slot {sequence.place}, {told}"
 
     def _bring_back(self, sequence: Sequence, slot: Slot, placement: SlotPlacement, ops: list[KVOp]) -> None:
         assert sequence.entry is not None, f"{sequence!r} has no state to bring back"
@@ -289,17 +290,17 @@ class KVAllocator:
         seq = sequence.slot
         num_kept = num_kept if self.limits.can_trim else 0
         self.cells.trim(seq, num_kept)
-        self._late_ops.append(Trim(seq, num_kept) if num_kept else Drop(seq))
+        self.late_ops.append(Trim(seq, num_kept) if num_kept else Drop(seq))
         sequence.tokens, sequence.num_computed = tokens, num_kept
         self.prefix_source.begin_checkpoints(sequence)
         if num_kept == 0 and sequence.initial_state is not None:
-            self._late_ops.append(Begin(seq, sequence))
+            self.late_ops.append(Begin(seq, sequence))
 
     def take_back(self, sequence: Sequence) -> None:
         """Free the cells of a draft that was not drawn."""
         assert sequence.slot is not None, f"{sequence!r} does not run"
         self.cells.trim(sequence.slot, sequence.num_computed)
-        self._late_ops.append(Trim(sequence.slot, sequence.num_computed))
+        self.late_ops.append(Trim(sequence.slot, sequence.num_computed))
         sequence.num_ahead = 0
 
     def begin_turn(self, now: float) -> list[KVOp]:
@@ -310,7 +311,7 @@ class KVAllocator:
 
     def take_late_ops(self) -> list[KVOp]:
         """Operations that became due since the last turn, to be applied before anything else."""
-        late, self._late_ops = self._late_ops, []
+        late, self.late_ops = self.late_ops, []
         return late
 
     # ------------------------------------------------------------ making room
@@ -433,7 +434,7 @@ class KVAllocator:
         """Store its state before it moves on, where a step has brought it to a checkpoint."""
         self.prefix_source.now = now
         if sequence.slot is not None and (entry := self.prefix_source.checkpoint(sequence)) is not None:
-            self._late_ops.append(Export(sequence.slot, entry))
+            self.late_ops.append(Export(sequence.slot, entry))
 
     def _store(self, slot: Slot, ops: list[KVOp]) -> None:
         """Store what an idle slot keeps, if it may and is worth it."""

@@ -67,10 +67,11 @@ KVOp = Fork | Trim | Drop | Export | Import | Begin
 
 @dataclass(frozen=True, slots=True)
 class Parking:
-    """A sequence that was parked, and why."""
+    """A sequence that was parked, and why; `by` is the request that the reason names."""
 
     sequence: Sequence
     reason: str
+    by: str = ""
 
 
 @dataclass(slots=True)
@@ -81,9 +82,11 @@ class Schedule:
         admitted: got a slot, for the first time or again.
         parked: gave theirs up and wait.
         preempted: ended, as they asked not to be parked.
+        hindered: wait in the queue, for another reason than before.
     """
 
     ops: list[KVOp] = field(default_factory=list)
     admitted: list[Sequence] = field(default_factory=list)
     parked: list[Parking] = field(default_factory=list)
     preempted: list[Sequence] = field(default_factory=list)
+    hindered: list[Sequence] = field(default_factory=list)

@@ -9,9 +9,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from stoker.backends.protocol.backend import PLAIN, Conditioning
+from stoker.backends.protocol.backend import PLAIN, Conditioning, PicturePart
 from stoker.cache.entry import Entry
-from stoker.ipc.request import FinishReason, Picture, Priority
+from stoker.ipc.request import FinishReason, Medium, Priority
 from stoker.ipc.usage import CacheSource, Tensor
 from stoker.kv.checkpoints import Checkpoints
 
@@ -22,20 +22,25 @@ class ImageSpan:
 
     Attributes:
         start: position of its first embedding.
-        num_tokens: its embeddings.
-        image: the image.
+        part: its embeddings, and how they are computed.
+        image: the image, or the recording.
         key: the tokens that stand for the whole image, four bytes each: equal for equal ones (SPEC C11).
         offset: embeddings of the image in parts before it.
     """
 
     start: int
-    num_tokens: int
-    image: Picture
+    part: PicturePart
+    image: Medium
     key: bytes
     offset: int = 0
 
     def __repr__(self) -> str:
         return f"<ImageSpan {self.start} to {self.end}>"
+
+    @property
+    def num_tokens(self) -> int:
+        """Its embeddings."""
+        return self.part.num_tokens
 
     @property
     def end(self) -> int:
@@ -81,6 +86,21 @@ class IllegalMoveError(AssertionError):
 
 
 @dataclass(frozen=True, slots=True)
+class Hindrance:
+    """Why a queued sequence does not run.
+
+    Attributes:
+        reason: for people.
+        by: the request that `reason` names; empty: it names none.
+        is_prefix: its beginning is being computed by another sequence.
+    """
+
+    reason: str
+    by: str = ""
+    is_prefix: bool = False
+
+
+@dataclass(frozen=True, slots=True)
 class SequenceKey:
     """Names a sequence: choice `index` of request `request_id`."""
 
@@ -106,6 +126,7 @@ class Sequence:
         num_wanted: tokens it may generate at most; None: as many as fit.
         ends_if_preempted: it is ended rather than parked (SPEC Q4).
         slot: where it runs.
+        place: the number of its slot for people, while it runs: the lowest that was free.
         form: what is kept of it while it waits to go on; None: it runs or has not begun.
         parked_slot: the slot that keeps its cells, for the form CELLS.
         entry: the stored state it goes on from, leased by it: its own of the form SNAPSHOT, or another's that
@@ -125,7 +146,11 @@ class Sequence:
         cache_source: where the cached tokens came from.
         checkpoints: where it leaves states behind; None: its model can go back.
         num_forgotten: generated tokens that a shift of the context dropped (SPEC C12).
+        num_drafted, num_accepted: tokens that were guessed for it, and those of them that were drawn.
         num_preemptions: times it was parked or ended for another sequence.
+        hindrance: why it does not run; None: it runs, or that is not known yet.
+        why: of its last move.
+        others: requests that its story names, the latest ones.
         started_s: when it first got a slot.
         last_step_s: when it last was in a step, at first its arrival.
         owed_since_s: the last step, or arrival, of background that waited too long and has not had a token
@@ -144,6 +169,7 @@ class Sequence:
     num_wanted: int | None = None
     ends_if_preempted: bool = False
     slot: int | None = None
+    place: int = 0
     form: ParkForm | None = None
     parked_slot: int | None = None
     entry: Entry | None = None
@@ -162,6 +188,8 @@ class Sequence:
     cache_source: CacheSource | None = None
     checkpoints: Checkpoints | None = None
     num_forgotten: int = 0
+    num_drafted: int = 0
+    num_accepted: int = 0
     num_preemptions: int = 0
     started_s: float | None = None
     last_step_s: float = 0.0
@@ -169,6 +197,9 @@ class Sequence:
     state: SequenceState = SequenceState.QUEUED
     finish_reason: FinishReason | None = None
     story: list[tuple[float, str]] = field(default_factory=list)
+    hindrance: Hindrance | None = None
+    why: str = ""
+    others: list[str] = field(default_factory=list)
 
     def __repr__(self) -> str:
         return (
@@ -176,13 +207,18 @@ class Sequence:
             f"{self.num_computed}/{len(self.tokens)} of which prompt {self.num_prompt}>"
         )
 
-    def move(self, state: SequenceState, now: float, why: str) -> None:
-        """Change state; raises IllegalMoveError if the table has no such move."""
+    def move(self, state: SequenceState, now: float, why: str, by: str = "") -> None:
+        """Change state; raises IllegalMoveError if the table has no such move.
+
+        `by` is the request that `why` names.
+        """
         if state not in MOVES[self.state]:
             told = "; ".join(f"{at:.3f} {what}" for at, what in self.story)
             raise IllegalMoveError(f"{self!r} cannot become {state} ({why}); story: {told}")
-        self.state = state
+        self.state, self.why, self.hindrance = state, why, None
         self.tell(now, f"{state}: {why}")
+        if by and by not in self.others:
+            self.others = [*self.others[1 - STORY_LENGTH :], by]
 
     def tell(self, now: float, what: str) -> None:
         """Add to its history, of which the middle is dropped."""

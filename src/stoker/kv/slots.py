@@ -9,6 +9,7 @@ one without freeing cells first (docs/adr/0006). Choosing is pure; the allocator
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from itertools import count
 
 from stoker.cache.entry import MIN_TOKENS, Entry, EntryState
 from stoker.cache.radix import common_prefix
@@ -126,6 +127,8 @@ class SlotTable:
         slot.sequence, slot.parked, slot.last_used_s = sequence, None, now
         slot.keep([])
         sequence.slot, sequence.parked_slot, sequence.form = slot.id, None, None
+        places = {other.place for other in self._running}
+        sequence.place = next(place for place in count() if place not in places)
         self._running.append(sequence)
 
     def vacate(self, sequence: Sequence, kept: list[int], now: float) -> Slot:

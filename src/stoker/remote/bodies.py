@@ -6,13 +6,14 @@ Owns the names that HTTP has for them, and the errors for what HTTP does not car
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
 import msgspec
 
+from stoker.audio.audio import Audio
 from stoker.chat.conversation import ToolOffer
 from stoker.errors import InvalidRequestError, RequestNotFoundError, StateNotFoundError, UnsupportedError
 from stoker.images.image import Image
@@ -42,8 +43,18 @@ def refuse(given: Mapping[str, Any]) -> None:
             raise UnsupportedError(f"{name} does not travel to a server: {why}", param=name)
 
 
-def request_body(request: GenerateRequest, conversation: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """The body that asks for a request, without what is as by default; its prompt may be of a conversation.
+def request_body(
+    request: GenerateRequest,
+    conversation: Mapping[str, Any] | None = None,
+    sampling: Collection[str] | None = None,
+) -> dict[str, Any]:
+    """The body that asks for a request, without what is as by default.
+
+    Args:
+        request: what is asked for.
+        conversation: what its prompt is made of; None: it has one.
+        sampling: names of the sampling fields that the caller gave, as the model's own defaults hold for the
+            others; None: all of them.
 
     Raises:
         UnsupportedError: it asks for a state to be delivered.
@@ -51,9 +62,12 @@ def request_body(request: GenerateRequest, conversation: Mapping[str, Any] | Non
     refuse({"state_output": request.state_output})
     given = msgspec.to_builtins(request, str_keys=True)
     prompt, state = given.pop("prompt"), given.pop("initial_state")
+    drawn = given.pop("sampling")
     body: dict[str, Any] = {
         "request": {name: value for name, value in given.items() if value != _DEFAULTS[name]}
     }
+    if named := {name: value for name, value in drawn.items() if sampling is None or name in sampling}:
+        body["request"]["sampling"] = named
     body |= {"state": {"data": state}} if state else {}
     return body | ({"prompt": prompt} if conversation is None else {"conversation": conversation})
 
@@ -84,10 +98,10 @@ def _bytes_of(path: Path) -> bytes:
 
 
 def messages_body(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Messages with their images as `data:` URIs.
+    """Messages with their images as `data:` URIs and their recordings in base64.
 
     Raises:
-        InvalidRequestError: a message is none, or an image cannot be read.
+        InvalidRequestError: a message is none, or an image or a recording cannot be read.
     """
     return [_turn(message, f"messages.{index}") for index, message in enumerate(messages)]
 
@@ -109,6 +123,10 @@ def _part(part: Any, where: str) -> dict[str, Any]:
             return image_part(part)
         case {"type": "image", "image": source}:
             return image_part(source if isinstance(source, Image) else Image(source))
+        case Audio():
+            return audio_part(part)
+        case {"type": "audio", "audio": source}:
+            return audio_part(source if isinstance(source, Audio) else Audio(source))
         case Mapping():
             return dict(part)
     raise InvalidRequestError(f"{where} is no part of a message", param=where)
@@ -117,6 +135,11 @@ def _part(part: Any, where: str) -> dict[str, Any]:
 def image_part(image: Image) -> dict[str, Any]:
     """The part of a message that shows it. Raises InvalidRequestError where it cannot be read."""
     return {"type": "image_url", "image_url": {"url": image.data_uri()}}
+
+
+def audio_part(recording: Audio) -> dict[str, Any]:
+    """The part of a message that lets hear it. Raises as `Audio.input_audio`."""
+    return {"type": "input_audio", "input_audio": recording.input_audio()}
 
 
 def call_body(fields: Mapping[str, Any]) -> dict[str, Any]:
@@ -184,10 +207,11 @@ def _path_part(own_id: str) -> str | None:
 
 def offer_body(offer: ToolOffer) -> dict[str, Any]:
     """An offer of tools as the fields of a conversation's body."""
+    style = {"tool_format": offer.tool_format} if offer.tool_format else {}
     if not offer.tools:
-        return {}
+        return style
     choice: Any = offer.choice.mode
     if offer.choice.name:
         choice = {"type": "function", "function": {"name": offer.choice.name}}
     tools = [one.to_template() for one in offer.tools]
-    return {"tools": tools, "tool_choice": choice, "parallel_tool_calls": offer.max_calls > 1}
+    return {"tools": tools, "tool_choice": choice, "parallel_tool_calls": offer.max_calls > 1} | style

@@ -9,9 +9,10 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Collection
 from contextlib import aclosing
 from typing import Any
+from urllib.parse import urlencode
 
 import msgspec
 
@@ -28,7 +29,8 @@ log = logging.getLogger(__name__)
 POLL_S = 0.25
 _FIRST_RETRY_S = 0.5
 _LAST_RETRY_S = 5.0
-_OWN_FIELDS = frozenset(RuntimeEvent.__struct_fields__) - {"fields"}
+_OWN_FIELDS = frozenset({"event", "at", "id"})
+_FOLLOWED = frozenset({"model", "engine"})
 
 
 class ServerMirror:
@@ -139,15 +141,18 @@ class ServerMirror:
 
     # ------------------------------------------------------------ events
 
-    async def events(self, after: str = "") -> AsyncGenerator[RuntimeEvent, None]:
-        """What happens at the server from now on, or after an event.
+    async def events(
+        self, after: str = "", kinds: Collection[str] = ()
+    ) -> AsyncGenerator[RuntimeEvent, None]:
+        """What happens at the server from now on, or after an event; `kinds` as `Runtime.events` has them.
 
         Raises:
             MachineSetupError: an event is none of this version.
             StokerError: what `ServerConnection.stream` raises.
         """
         headers = {"Last-Event-ID": after} if after else None
-        async with aclosing(self._server.stream("GET", wire.EVENTS, headers=headers)) as messages:
+        path = f"{wire.EVENTS}?{urlencode({'kinds': ','.join(sorted(kinds))})}" if kinds else wire.EVENTS
+        async with aclosing(self._server.stream("GET", path, headers=headers)) as messages:
             async for message in messages:
                 if message.data == wire.DONE:
                     return
@@ -160,7 +165,7 @@ class ServerMirror:
         retry_s = _FIRST_RETRY_S
         while True:
             try:
-                async with aclosing(self.events()) as events:
+                async with aclosing(self.events(kinds=_FOLLOWED)) as events:
                     async for event in events:
                         await self._take(event)
                         retry_s = _FIRST_RETRY_S
@@ -184,7 +189,7 @@ class ServerMirror:
             if state.stage and self._known is not None:
                 self._known = msgspec.structs.replace(self._known, states=_moved(self._known.states, state))
                 return
-        if event.event in {"snapshot", "model", "engine", "lagged"}:
+        if event.event in {"snapshot", "model", "engine"}:
             await self.refresh()
 
 

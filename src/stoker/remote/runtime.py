@@ -7,7 +7,7 @@ are `connection`'s, what is known of the server between two questions `mirror`'s
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Collection, Mapping, Sequence
 from contextlib import aclosing, asynccontextmanager
 from typing import Any, Self, Unpack
 
@@ -61,6 +61,7 @@ from stoker.tasks.fields import (
     checked_request,
     load_fields,
     request_of,
+    sampling_given,
     texts_of,
     turns_of,
     warn_former,
@@ -265,9 +266,11 @@ class RemoteRuntime:
             async for event in events:
                 yield event
 
-    async def events(self, *, after: str = "") -> AsyncGenerator[RuntimeEvent, None]:
+    async def events(
+        self, *, after: str = "", kinds: Collection[str] = ()
+    ) -> AsyncGenerator[RuntimeEvent, None]:
         """As `Runtime.events`; without an operator's key, of the requests of this key only."""
-        async with aclosing(self._mirror.events(after)) as events:
+        async with aclosing(self._mirror.events(after, kinds)) as events:
             async for event in events:
                 yield event
 
@@ -302,7 +305,8 @@ class RemoteRuntime:
         on_notice, request_id = fields.pop("on_notice", None), fields.pop("request_id", None)
         given = await asyncio.to_thread(state_fields, fields.pop("state", None))
         request = request_of(prompt, fields)
-        body = request_body(request) | id_field(request_id) | given
+        named = sampling_given(prompt, fields)
+        body = request_body(request, sampling=named) | id_field(request_id) | given
         async with (
             aclosing(self._events("POST", wire.REQUESTS, body)) as events,
             aclosing(text_deltas(request, events, on_notice)) as deltas,
@@ -316,7 +320,8 @@ class RemoteRuntime:
         """As `Runtime.chat`."""
         warn_former(fields)
         is_parallel, tools = fields.pop("parallel_tool_calls", True), fields.pop("tools", None)
-        offer = offer_of(tools, fields.pop("tool_choice", None), is_parallel=is_parallel)
+        choice, tool_format = fields.pop("tool_choice", None), fields.pop("tool_format", None)
+        offer = offer_of(tools, choice, is_parallel=is_parallel, tool_format=tool_format)
         on_notice, request_id = fields.pop("on_notice", None), fields.pop("request_id", None)
         template_args = fields.pop("template_args", None)
         shown = with_images(turns_of(messages), fields.pop("images", ()))
@@ -327,7 +332,8 @@ class RemoteRuntime:
             "chat_template_kwargs": template_args,
             **offer_body(offer),
         }
-        body = request_body(request, conversation) | id_field(request_id) | given
+        named = sampling_given("", fields)
+        body = request_body(request, conversation, named) | id_field(request_id) | given
         async with self._answer(request, body, on_notice) as (_, deltas):
             async for delta in deltas:
                 yield delta

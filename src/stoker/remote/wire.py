@@ -6,8 +6,6 @@ sides import them from here: routes are `stoker.server.native.library`'s, calls 
 
 from __future__ import annotations
 
-import re
-
 import msgspec
 
 from stoker.chat.answer import AnswerForm
@@ -23,6 +21,7 @@ from stoker.ipc.events import (
     PromptEcho,
     Queued,
     Resumed,
+    event_name,
 )
 from stoker.ipc.model import ModelInfo
 from stoker.ipc.status import EngineHealth, ModelStatus
@@ -79,14 +78,8 @@ RequestMessage = (
 )
 """An event of a request's stream; the last is `Finished` or `Failed`."""
 
-_WORDS = re.compile(r"(?<!^)(?=[A-Z])")
 _decode = msgspec.json.Decoder(RequestMessage).decode
 _encode = msgspec.json.Encoder(enc_hook=str).encode  # details of an error may hold a path
-
-
-def event_name(kind: type) -> str:
-    """The name of its server-sent event: `prefill_progress` for PrefillProgress."""
-    return _WORDS.sub("_", kind.__name__).lower()
 
 
 EVENT_NAMES = frozenset(map(event_name, RequestMessage.__args__))

@@ -267,3 +267,42 @@ class StepActivity:
         """What the sums would be if steps took all the time since the first one began."""
         lasted_s = 0.0 if self._began_s is None else now - self._began_s
         return max(1e-3, ACTIVITY_S * (1.0 - math.exp(-lasted_s / ACTIVITY_S)))
+
+
+@dataclass(slots=True)
+class StepTally:
+    """What the steps of one model did since that was asked last: sums that cost a step a few additions.
+
+    Attributes:
+        num_steps, took_s, longest_s: steps, their seconds in native code, and the longest of them.
+        num_rows: sequences that wrote in them.
+        num_prompt_tokens: of prompts, computed.
+        num_drawn: tokens drawn.
+    """
+
+    num_steps: int = 0
+    took_s: float = 0.0
+    longest_s: float = 0.0
+    num_rows: int = 0
+    num_prompt_tokens: int = 0
+    num_drawn: int = 0
+
+    def took(self, took_s: float) -> None:
+        """A step has ended."""
+        self.num_steps += 1
+        self.took_s += took_s
+        self.longest_s = max(self.longest_s, took_s)
+
+    def taken(self) -> StepTally:
+        """The sums until now; they begin anew."""
+        found = StepTally(
+            self.num_steps,
+            self.took_s,
+            self.longest_s,
+            self.num_rows,
+            self.num_prompt_tokens,
+            self.num_drawn,
+        )
+        self.num_steps = self.num_rows = self.num_prompt_tokens = self.num_drawn = 0
+        self.took_s = self.longest_s = 0.0
+        return found

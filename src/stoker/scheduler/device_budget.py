@@ -24,6 +24,9 @@ ALONE_TARGETS = 4.0
 CROWD_TARGETS = 2.0
 """The same in streams, where a step carries more; also what one may take to bring several prompts to their
 ends: a large step of them is a few passes, and each small one as many."""
+FINISH_TARGETS = 3.0
+"""The same to bring one prompt to its end beside decode rows: its first token comes some steps sooner, and
+the other sequences wait once for about as long as those steps together."""
 HELD_TARGETS = 1.0
 """Targets that decode rows wait for such steps: beside prompts they are a pass more, of another shape."""
 PROBE_TOKENS = 256
@@ -45,6 +48,7 @@ class DeviceStepBudget(StepBudget):
     """
 
     alone_targets = ALONE_TARGETS
+    finish_targets = FINISH_TARGETS
 
     def _within_now(self) -> int:
         within = self._cost.tokens_at_best(self.max_s / self._cost.slowdown.times, self.n_batch)

@@ -32,12 +32,18 @@ BACKGROUND_TARGETS = 4
 MIN_BACKGROUND_TOKENS = 64
 BACKGROUND_SHARE = 0.1
 """Under `latency`: the part of their time that interactive requests give to background in their steps."""
-TILE_TOKENS, NEARLY_A_TILE = 64, 48
-"""llama.cpp computes attention over f16 keys for so many tokens at once; each that is left over takes 1.6
-times as long after 1,500 others (measured, SmolLM2). So a step of nearly a tile has a whole one."""
-FINISH_TARGETS = 3.0
-"""Targets that a step may take to bring a prompt to its end: its first token comes some steps sooner, and the
-other sequences wait once for about as long as those steps together."""
+TILE_TOKENS = 64
+"""llama.cpp computes attention over f16 keys for so many tokens at once; each of fewer takes 1.4 times as
+long after 2,500 others (measured, SmolLM2)."""
+STRETCH, STRETCHED_TOKENS = 4 / 3, 2 * TILE_TOKENS
+"""Steps of up to so many tokens may take that many times `max_s` for one more tile: threads share rows of all
+heads evenly, so few tokens are cut into many tiles that are not full. With 9 heads and two threads 64 tokens
+are computed as 114, 128 as 171 and 512 as 512; after 2,500 others one of 64 takes 1.14 times one of 128."""
+ALONE_TIMES = 10.0
+"""A step that arrivals end may take that many times `max_s`: threads and memory are minded between steps."""
+CROWD_STRETCH = 1.5
+"""Targets that a step beside decode rows may take where more prompts wait than rows decode, or where it ends
+one: a token costs as much in a small slice, so longer steps would only make readers wait."""
 PREFILL_SHARE = 0.75
 """Under `throughput`: the part of the batch that is kept for prefill."""
 
@@ -51,7 +57,12 @@ class StepBudget:
         policy: how they are shared.
         target_s: seconds of a step with interactive decode rows.
         max_s: seconds of any step.
+
+    Attributes:
+        finish_targets: targets that a step may take to bring a prompt to its end.
     """
+
+    finish_targets = CROWD_STRETCH
 
     def __init__(
         self,
@@ -79,11 +90,21 @@ class StepBudget:
     def _within_now(self) -> int:
         """Tokens of the longest step, on the machine as it is: whole tiles where that bounds it."""
         within = self._cost.tokens_now(self.max_s, self.n_batch)
-        if within >= min(self.n_batch, TILE_TOKENS):
-            return within if within == self.n_batch else within - within % TILE_TOKENS
-        tile_s = self._cost.predict(TILE_TOKENS)
-        is_nearly = tile_s and tile_s * self._cost.slowdown.times * NEARLY_A_TILE <= self.max_s * TILE_TOKENS
-        return min(TILE_TOKENS, self.n_batch) if is_nearly else within
+        if within == self.n_batch:
+            return within
+        stretched = min(self._cost.tokens_now(STRETCH * self.max_s, self.n_batch), STRETCHED_TOKENS)
+        most = max(within, stretched)
+        return most - most % TILE_TOKENS if most >= TILE_TOKENS else within
+
+    @property
+    def longest_alone_s(self) -> float:
+        """Seconds of a step that arrivals end (SPEC Q27)."""
+        return ALONE_TIMES * self.max_s
+
+    def alone(self, num_pending: int) -> int:
+        """Tokens of such a step of a prompt with so many; whole tiles, where it does not come to its end."""
+        within = self._cost.tokens_now(self.longest_alone_s, self.n_batch)
+        return num_pending if num_pending <= within else within - within % TILE_TOKENS
 
     def decode_rows(self, num_prefilling: int) -> int:
         """Decode rows beside so many ready prefills, each of which gets a token at least."""
@@ -100,7 +121,7 @@ class StepBudget:
             return num_left
         targets = BALANCED_TARGETS if self.policy is Policy.BALANCED else 1.0
         # where more prompts wait than rows decode, their first tokens count for more than its next ones
-        targets = max(targets, num_prefilling / num_rows)
+        targets = max(targets, min(num_prefilling / num_rows, CROWD_STRETCH))
         within = self._cost.tokens_within(targets * self.target_s, self.n_batch) - num_rows
         return min(num_left, max(within, num_prefilling, MIN_PREFILL_TOKENS))
 
@@ -131,7 +152,7 @@ class StepBudget:
 
     def can_finish(self, num_tokens: int, num_others: int) -> bool:
         """Whether the last tokens of an interactive prompt may go into a step, whatever its share."""
-        within = self._cost.tokens_within(FINISH_TARGETS * self.target_s, self.n_batch)
+        within = self._cost.tokens_within(self.finish_targets * self.target_s, self.n_batch)
         return num_tokens + num_others <= within
 
     def background(self, num_tokens: int, *, has_decoding: bool) -> int:
@@ -296,7 +317,7 @@ class StepPlan(msgspec.Struct, frozen=True):
 
     def batch(self) -> BatchPlan:
         """The backend's view of it."""
-        return BatchPlan(tuple(part.item for part in self.parts))
+        return BatchPlan(tuple([part.item for part in self.parts]))
 
 
 def fair_shares(wanted: list[int], budget: int) -> list[int]:
@@ -346,6 +367,19 @@ class Planner:
         if background:
             parts += self._background(background, parts)
         return StepPlan(tuple(parts)) if parts else None
+
+    def lengthened(self, plan: StepPlan) -> StepPlan | None:
+        """`plan` with more tokens of its prompt, as a step that arrivals end; None: it cannot have more.
+
+        A prompt that takes part with an image, or whose every logit is asked, comes as it was planned.
+        """
+        part = plan.parts[0]
+        sequence, num_tokens = part.sequence, len(part.item.tokens)
+        is_one_prompt = len(plan.parts) == 1 and sequence.state is SequenceState.PREFILL
+        if not is_one_prompt or _asks_all(sequence) or sequence.is_at_image:
+            return None
+        count = self.budget.alone(sequence.num_in_reach)
+        return StepPlan((Planned(sequence, _item(sequence, count)),)) if count > num_tokens else None
 
     def _rows_alone(self, running: list[Sequence]) -> StepPlan | None:
         """The step where interactive rows decode and nothing else runs; None: it is another one."""
@@ -410,15 +444,14 @@ class Planner:
     def _to_finish(self, prefilling: list[Sequence], num_left: int, rows: list[Planned]) -> Sequence | None:
         """The prompt nearest to its end, if a step can bring it there: its first token is worth the delay.
 
-        On a machine that is slow now this takes several.
-
         What it takes beyond its share of `num_left` is not taken from the others.
         """
         nearest = min(prefilling, key=lambda s: s.num_pending, default=None)
         if nearest is None or _asks_all(nearest) or nearest.num_in_reach < nearest.num_pending:
             return None
-        num_others = len(rows) + max(0, num_left - nearest.num_pending)
-        return nearest if self.budget.can_finish(nearest.num_pending, num_others) else None
+        count, room = nearest.num_pending, self.budget.num_left(len(rows))
+        num_others = min(num_left - min(count, num_left // len(prefilling)), max(0, room - count))
+        return nearest if self.budget.can_finish(count, len(rows) + num_others) else None
 
     def _background(self, sequences: list[Sequence], others: list[Planned]) -> list[Planned]:
         """Background: decode rows, then prefill, within what the `others` of the step leave it."""

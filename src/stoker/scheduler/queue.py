@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING
 
 from stoker.cache.radix import common_prefix
 from stoker.ipc.request import Priority, check_queue
-from stoker.kv.sequence import ParkForm, PrefixFollow, Sequence, SequenceState
+from stoker.kv.sequence import Hindrance, ParkForm, PrefixFollow, Sequence, SequenceState
 
 if TYPE_CHECKING:
     from stoker.kv.allocator import KVAllocator
@@ -178,6 +178,9 @@ def leader_for(sequence: Sequence, running: Iterable[Sequence], least: int) -> P
     return best
 
 
+_OWN_PROMPT = Hindrance("waits for the prompt that its first choice computes", is_prefix=True)
+_FROM_DISK = Hindrance("its beginning is read from disk")
+
 MAX_MEETING_TOKENS = 64
 """Tokens after a common part up to which those who share it go on together."""
 
@@ -199,6 +202,17 @@ class PrefixWait:
             follows = sequence.follows
             if follows is not None and not follows.is_over and not sequence.is_background:
                 follows.leader.is_raised = True
+
+    def awaited(self, sequence: Sequence) -> Hindrance | None:
+        """What it goes on from that is on its way; None: nothing is."""
+        if not self.is_awaiting(sequence):
+            return None
+        if sequence.follows is None:
+            return _OWN_PROMPT if sequence.is_held else _FROM_DISK
+        leader, known = sequence.follows.leader.key.request_id, sequence.hindrance
+        if known is not None and known.by == leader:
+            return known
+        return Hindrance(f"waits for a prefix that {leader} computes", leader, is_prefix=True)
 
     def is_awaiting(self, sequence: Sequence) -> bool:
         """Whether what it goes on from is on its way."""

@@ -19,9 +19,9 @@ from stoker.kv.allocator import KVAllocator
 from stoker.kv.cells import SchedulerLimits
 from stoker.kv.context_shift import note_dropped, num_kept, shifted
 from stoker.kv.ops import Parking, Schedule
-from stoker.kv.sequence import ParkForm, Sequence, SequenceState
+from stoker.kv.sequence import Hindrance, ParkForm, Sequence, SequenceState
 from stoker.kv.slots import SlotPlacement
-from stoker.scheduler.cost import StepActivity, StepCost
+from stoker.scheduler.cost import StepActivity, StepCost, StepTally
 from stoker.scheduler.device_budget import DeviceStepBudget, StreamStepBudget
 from stoker.scheduler.eta import EtaEstimator
 from stoker.scheduler.plan import Planner, StepBudget, StepPlan
@@ -30,15 +30,22 @@ from stoker.scheduler.queue import Aging, PrefixWait, RequestQueue, Throttle
 STREAM_COPY_S = 0.004
 """What a copy of a device's stream takes, or of a state into one, with the graph that is built anew: measured
 on an H100, 1.3 to 5 ms for up to 1,024 tokens."""
+NO_SLOT, NO_CELLS = Hindrance("no free slot"), Hindrance("no free cells")
+TELL_QUEUE_EVERY_S = 0.25
+"""How often it is noted why those wait that stand behind others; of many that is some work."""
+MOST_UNNOTED = 16
+"""Steps that are counted together in what estimates are made from."""
 
 
 class Scheduler:
     """Which sequences run, wait and are kept.
 
     Attributes:
+        planner: what a step computes.
         throttle: which may not run for now; the next `schedule` applies it.
         bursts: when work for images may delay decode rows.
         activity: what steps were like lately.
+        tally: what they did since that was asked last.
     """
 
     def __init__(self, limits: SchedulerLimits, cache: PrefixCache) -> None:
@@ -56,14 +63,16 @@ class Scheduler:
         )
         self.eta = EtaEstimator(self.cost, budget, limits.num_slots)
         self.activity = StepActivity()
-        self._planner = Planner(budget, limits.max_prompt_rows)
-        self.bursts = self._planner.budget.bursts
+        self.tally = StepTally()
+        self.planner = Planner(budget, limits.max_prompt_rows)
+        self.bursts = self.planner.budget.bursts
         self._aging = Aging(limits.background_patience_s)
         self._favoured: Sequence | None = None
         self._is_beyond = False
         self._has_raised = False  # background may count as interactive since the last turn
         self._stepped_s = 0.0  # the last step's end, or when work began
-        self._unnoted: tuple[StepPlan, float, float] | None = None
+        self._told_queue_s = -TELL_QUEUE_EVERY_S
+        self._unnoted: list[tuple[StepPlan, float, float]] = []
         self.num_parked_total = 0
         self.num_retired_total = 0
 
@@ -142,6 +151,7 @@ class Scheduler:
         """Put a new sequence in the queue; returns its position."""
         sequence.tell(now, "queued: arrived")
         sequence.last_step_s = now
+        self.note_steps()
         self.eta.people = self.activity.people_to_come(now)
         self.allocator.prefix_source.begin_checkpoints(sequence)
         return self.queue.push(sequence)
@@ -192,8 +202,7 @@ class Scheduler:
     def schedule(self, now: float) -> Schedule:
         """Make room for the next step, admit from the queue."""
         turn = self._begin(now)
-        if self._is_steady():
-            return turn
+        self.note_steps()
         if not self.slots.running:
             self._stepped_s = now
         self._has_raised = bool(self.queue)
@@ -214,16 +223,24 @@ class Scheduler:
         self.allocator.trim(turn, self._free_kept, keeps_nothing=self.throttle.keeps_nothing)
         return turn
 
-    def _is_steady(self) -> bool:
-        """Whether what runs goes on as it is: nothing waits, nobody gives way, and there is room."""
-        running, throttle = self.slots.running, self.throttle
-        return (
-            bool(running)
-            and not (self.queue or self._has_raised or self._favoured or self.allocator.is_trim_due)
-            and not (throttle.holds_any or throttle.keeps_nothing)
-            and (self.limits.has_streams or self.cells.free >= self.limits.n_batch + len(running))
-            and all(s.priority is Priority.INTERACTIVE for s in running)
-        )
+    def is_steady(self, now: float) -> bool:
+        """Whether what runs goes on as it is, so that `schedule` need not be asked.
+
+        Nothing waits, nobody gives way, there is room, and the backend is to do nothing first.
+        """
+        running, throttle, allocator = self.slots.running, self.throttle, self.allocator
+        if not running or self.queue or self._has_raised or self._favoured is not None:
+            return False
+        if allocator.is_trim_due or allocator.late_ops or throttle.holds_any or throttle.keeps_nothing:
+            return False
+        if not self.limits.has_streams and self.cells.free < self.limits.n_batch + len(running):
+            return False
+        for sequence in running:
+            if sequence.priority is not Priority.INTERACTIVE:
+                return False
+        if self.limits.is_on_device:
+            allocator.moves.begin(now)
+        return True
 
     def _num_places(self) -> int:
         """Sequences that run at once: fewer than slots where the next one finds no room beside them."""
@@ -263,16 +280,19 @@ class Scheduler:
     def plan(self) -> StepPlan | None:
         """The next step; `schedule` has made sure that there are cells for it."""
         favoured = self._favoured if self._favoured and self._favoured.is_running else None
-        plan = self._planner.plan(self.slots.running, favoured)
+        plan = self.planner.plan(self.slots.running, favoured)
         if plan is not None:
             self._aging.stepped(favoured)
         return plan
 
     def computed(self, plan: StepPlan, now: float) -> None:
-        """The step of `plan` succeeded: its tokens are in the backend. `note_step` has to follow."""
-        self.note_step()
-        self._unnoted = plan, now - self._stepped_s, now
+        """The step of `plan` succeeded: its tokens are in the backend."""
+        if len(self._unnoted) >= MOST_UNNOTED:
+            self.note_steps()
+        self._unnoted.append((plan, now - self._stepped_s, now))
         self._stepped_s = now
+        tally = self.tally
+        tally.num_rows += len(plan.parts)
         for part in plan.parts:
             sequence, count = part.sequence, len(part.item.tokens)
             self.cells.extend(part.item.seq, count)
@@ -281,6 +301,9 @@ class Scheduler:
                 sequence.num_ahead = part.num_drafted
                 count -= sequence.num_ahead
                 self.prefix_statistics.computed(sequence, count)
+                if sequence.state is not SequenceState.DECODE:
+                    tally.num_rows -= 1
+                    tally.num_prompt_tokens += count
             sequence.num_computed += count
             if sequence.checkpoints is not None:
                 self.allocator.leave_checkpoint(sequence, now)
@@ -289,10 +312,10 @@ class Scheduler:
                 if sequence.state is SequenceState.PREFILL:
                     sequence.move(SequenceState.DECODE, now, "prompt computed")
 
-    def note_step(self) -> None:
-        """Count the step that was computed last in what later estimates are made from; idempotent."""
-        if self._unnoted is not None:
-            (plan, took_s, now), self._unnoted = self._unnoted, None
+    def note_steps(self) -> None:
+        """Count the steps that were computed in what estimates are made from; idempotent."""
+        unnoted, self._unnoted = self._unnoted, []
+        for plan, took_s, now in unnoted:
             self.activity.stepped(plan, took_s, now)
             self.eta.stepped(plan.num_tokens, took_s)
 
@@ -335,21 +358,29 @@ class Scheduler:
 
     # ------------------------------------------------------------ giving way
 
-    def _park(self, victim: Sequence, why: str, turn: Schedule, now: float) -> None:
-        """Take a running sequence out of its slot for another; its cells stay for now."""
+    def _park(
+        self, victim: Sequence, why: str, turn: Schedule, now: float, by: Sequence | None = None
+    ) -> None:
+        """Take a running sequence out of its slot, for another one or none; its cells stay for now."""
         victim.num_preemptions += 1
         self.num_parked_total += 1
         if victim.ends_if_preempted:
             self.retire(victim, FinishReason.PREEMPTED, now)
             turn.preempted.append(victim)
             return
-        self._park_in_place(victim, why, turn, now)
+        self._park_in_place(victim, why, turn, now, by)
 
-    def _park_in_place(self, sequence: Sequence, why: str, turn: Schedule, now: float) -> None:
+    def _park_in_place(
+        self, sequence: Sequence, why: str, turn: Schedule, now: float, by: Sequence | None = None
+    ) -> None:
+        other = ""
+        if by is not None:
+            other = by.key.request_id
+            why = f"{why} {other} ({by.priority})"
         self.allocator.park(sequence, now)
-        sequence.move(SequenceState.PARKED, now, why)
+        sequence.move(SequenceState.PARKED, now, why, other)
         self.queue.rejoin(sequence)
-        turn.parked.append(Parking(sequence, why))
+        turn.parked.append(Parking(sequence, why, other))
 
     def _return_favoured(self, turn: Schedule, now: float) -> None:
         """Park background that had a step beyond the slots; its cells stay.
@@ -420,17 +451,31 @@ class Scheduler:
         if favoured is not None and not favoured.is_running and not self._prefix_wait.is_awaiting(favoured):
             self._admit_favoured(favoured, turn, now)
         num_ahead = 0  # sequences that wait for a prefix keep their places
+        held = Hindrance(self.throttle.reason)
         for sequence in self.queue:
             if self.throttle.holds(sequence):
-                continue
-            if not (self._has_place(num_ahead) or self._may_displace(sequence)):
+                _hinder(sequence, held, turn)
+            elif not (self._has_place(num_ahead) or self._may_displace(sequence)):
+                self._hinder_rest(NO_SLOT, turn, now)
                 return
-            if self._prefix_wait.is_awaiting(sequence):
+            elif (awaited := self._prefix_wait.awaited(sequence)) is not None:
                 num_ahead += 1
+                _hinder(sequence, awaited, turn)
             elif placement := self._make_place(sequence, num_ahead, turn, now):
                 self._admit(sequence, placement, turn, now)
             else:
+                self._hinder_rest(NO_CELLS if self._has_place(num_ahead) else NO_SLOT, turn, now)
                 return
+
+    def _hinder_rest(self, hindrance: Hindrance, turn: Schedule, now: float) -> None:
+        """What keeps the first of the queue that could run keeps those behind it too."""
+        if now - self._told_queue_s < TELL_QUEUE_EVERY_S:
+            return
+        self._told_queue_s = now
+        for sequence in self.queue:
+            waits_by_itself = self.throttle.holds(sequence) or sequence.is_held or sequence.follows
+            if not waits_by_itself and not self.allocator.prefix_source.is_fetching(sequence):
+                _hinder(sequence, hindrance, turn)
 
     def _may_displace(self, sequence: Sequence) -> bool:
         """Whether background gives way to it (SPEC Q3)."""
@@ -450,7 +495,7 @@ class Scheduler:
             background = self._displaceable()
             if sequence.is_background or not background or not self._has_place(num_ahead - len(background)):
                 return None
-            self._park(self._youngest(background), f"gives way to {sequence.key}", turn, now)
+            self._park(self._youngest(background), "gave its slot to", turn, now, sequence)
 
     def _fitting(self, sequence: Sequence, turn: Schedule) -> SlotPlacement | None:
         placement = self._placement(sequence, turn)
@@ -470,7 +515,7 @@ class Scheduler:
         Where there are no cells for it, the youngest give way.
         """
         while (placement := self._fitting(sequence, turn)) is None:
-            self._park(self._youngest(self.slots.running), f"no cells for {sequence.key}", turn, now)
+            self._park(self._youngest(self.slots.running), "gave its cells to", turn, now, sequence)
         self._admit(sequence, placement, turn, now)
         self._is_beyond = True
 
@@ -494,6 +539,13 @@ class Scheduler:
             self.prefix_statistics.admitted(sequence)
         sequence.move(SequenceState.PREFILL, now, told)
         turn.admitted.append(sequence)
+
+
+def _hinder(sequence: Sequence, hindrance: Hindrance, turn: Schedule) -> None:
+    """Note why a newcomer waits; one that is parked waits for what it was parked for."""
+    if sequence.state is SequenceState.QUEUED and sequence.hindrance != hindrance:
+        sequence.hindrance = hindrance
+        turn.hindered.append(sequence)
 
 
 def _budget_kind(limits: SchedulerLimits) -> type[StepBudget]:

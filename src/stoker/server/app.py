@@ -10,18 +10,26 @@ from typing import TYPE_CHECKING, Any
 
 from fastapi import APIRouter, FastAPI
 from fastapi.openapi.utils import get_openapi
-from fastapi.routing import APIRoute
+from fastapi.routing import APIRoute, APIWebSocketRoute
 
 from stoker.server.anthropic import messages
 from stoker.server.context import ServerContext
 from stoker.server.errors import install_error_handlers
 from stoker.server.inbound.body import Body, body_schemas, described_bodies
-from stoker.server.inbound.gate import WorkGate
-from stoker.server.inbound.security import Access, HostList, KeyRing, Origins
-from stoker.server.metrics import Metrics
-from stoker.server.native import choose, library, requests, rerank, runtime, states, tokens
+from stoker.server.inbound.gate import CallerRules, WorkGate
+from stoker.server.inbound.security import HostList, Origins
+from stoker.server.metrics.metrics import Metrics
+from stoker.server.native import choose, events, library, requests, rerank, runtime, states, tokens
 from stoker.server.native import models as residency
-from stoker.server.openai import chat, completions, embeddings, models, responses
+from stoker.server.ollama import chat as ollama_chat
+from stoker.server.ollama import generate as ollama_generate
+from stoker.server.ollama import library as ollama_library
+from stoker.server.ollama import models as ollama_models
+from stoker.server.ollama import vectors as ollama_vectors
+from stoker.server.openai import chat, completions, embeddings, models, transcriptions
+from stoker.server.openai.responses import routes as responses
+from stoker.server.openai.responses import socket as responses_socket
+from stoker.server.ui import routes as ui
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -33,6 +41,8 @@ _APIS = (
     chat,
     completions,
     responses,
+    responses_socket,
+    transcriptions,
     messages,
     states,
     embeddings,
@@ -41,21 +51,25 @@ _APIS = (
     models,
     tokens,
     runtime,
+    events,
     residency,
     requests,
     library,
+    ollama_models,
+    ollama_chat,
+    ollama_generate,
+    ollama_vectors,
+    ollama_library,
+    ui,
 )
 _VERSION = "/v1"
 _KNOWN_ELSEWHERE = frozenset({"generate", "embeddings", "rerank", "models"})  # tags of routes
 
 
 def create_app(context: ServerContext) -> FastAPI:
-    """The application around `context`.
-
-    Raises:
-        MachineSetupError: the API key file cannot be read.
-    """
+    """The application around `context`."""
     app = FastAPI(title="Stoker", version=version("stoker"), docs_url=None, redoc_url=None)
+    app.state.tracing = context.tracing
     routers = [api.router(context) for api in _APIS]
     for router in routers:
         _include(app, router)
@@ -65,7 +79,7 @@ def create_app(context: ServerContext) -> FastAPI:
         WorkGate,
         hosts=HostList([settings.host, *settings.allowed_hosts]),
         origins=Origins(settings.cors_origins),
-        access=Access(KeyRing.read(settings.api_key_file), KeyRing.read(settings.admin_key_file)),
+        callers=CallerRules(context.access, context.quotas, context.runtime.resolve),
         bodies=context.bodies,
     )
     _describe(app, described_bodies(route for router in routers for route in router.routes))
@@ -79,10 +93,12 @@ def _include(app: FastAPI, routes: APIRouter) -> None:
         if isinstance(route, APIRoute) and _KNOWN_ELSEWHERE.intersection(route.tags):
             path, methods = route.path.removeprefix(_VERSION), sorted(route.methods or ())
             app.add_api_route(path, route.endpoint, methods=methods, include_in_schema=False)
+        elif isinstance(route, APIWebSocketRoute):
+            app.add_api_websocket_route(route.path.removeprefix(_VERSION), route.endpoint)
 
 
 def server_context(runtime: Runtime, settings: ServerSettings) -> ServerContext:
-    """A context of its own for one server."""
+    """A context of its own for one server. Raises MachineSetupError: a key file cannot be read."""
     return ServerContext(runtime=runtime, settings=settings, metrics=Metrics())
 
 

@@ -11,14 +11,21 @@ from typing import TYPE_CHECKING
 
 from stoker.errors import NotReadyError
 from stoker.server.inbound.bodies import IncomingBodies
+from stoker.server.inbound.named_keys import NamedKeys
+from stoker.server.inbound.quotas import Quotas
+from stoker.server.inbound.security import Access, KeyRing
 from stoker.server.log import RecentLog
+from stoker.server.openai.responses.store import ResponseStore, StoreBounds
+from stoker.server.tracing.start import tracing_to
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
-    from stoker.ipc.status import ModelStatus
+    from stoker.ipc.request import GenerateRequest
+    from stoker.ipc.status import ModelStatus, RequestStatus
     from stoker.runtime import Runtime, RuntimeStatus
-    from stoker.server.metrics import Metrics
+    from stoker.server.metrics.metrics import Metrics
+    from stoker.server.tracing.requests import RequestTracing
     from stoker.settings import ServerSettings
 
 RETRY_AFTER_S = 2.0
@@ -30,6 +37,11 @@ class ServerContext:
 
     Attributes:
         bodies: of requests, while they come in.
+        access: whose requests are taken.
+        quotas: what named keys have used of what they may.
+        responses: those that are stored.
+        tracing: of requests, to a collector; None: nobody asked for it.
+        on_keys: called after the keys have changed; one for each connection that outlives a request.
         log: its last records.
         is_stopping: set once when the shutdown begins; new work is refused from then on.
         started_at: seconds since the epoch.
@@ -39,14 +51,51 @@ class ServerContext:
     settings: ServerSettings
     metrics: Metrics
     bodies: IncomingBodies = field(init=False)
+    access: Access = field(init=False)
+    quotas: Quotas = field(init=False)
+    responses: ResponseStore = field(init=False)
+    tracing: RequestTracing | None = field(init=False)
+    on_keys: set[Callable[[], None]] = field(default_factory=set)
     log: RecentLog = field(default_factory=RecentLog)
     started_at: float = field(default_factory=time.time)
     is_stopping: bool = False
 
     def __post_init__(self) -> None:
-        self.bodies = IncomingBodies(self.settings)
+        settings = self.settings
+        self.bodies = IncomingBodies(settings)
+        self._named_keys = NamedKeys(settings.keys)
+        files = KeyRing.read(settings.api_key_file), KeyRing.read(settings.admin_key_file)
+        self.access = Access(*files, self._named_keys)
+        self.quotas = Quotas(self._named_keys)
+        bounds = StoreBounds(settings.max_responses, settings.responses_bytes, settings.responses_age_s)
+        self.responses = ResponseStore(settings.responses_dir, bounds)
         self.runtime.on_call = self.metrics.count_call
-        self.runtime.on_ended = self.metrics.ended.count
+        self.runtime.on_ended = self._ended
+        self.runtime.on_arrival = self._arrived
+        self.tracing = tracing_to(settings.otel_endpoint)
+
+    def _arrived(self, request_id: str, owner: str, request: GenerateRequest, num_members: int) -> None:
+        self.quotas.arrived(request_id, owner, request, num_members)
+        if self.tracing is not None:
+            self.tracing.arrived(request_id, request)
+
+    def _ended(self, status: RequestStatus) -> None:
+        self.metrics.ended.count(status)
+        self.quotas.ended(status)
+        if self.tracing is not None:
+            self.tracing.ended(status)
+
+    def take_keys(self, settings: ServerSettings) -> None:
+        """Take the keys of settings that were read again; what runs goes on, and what was used stays used.
+
+        Raises:
+            MachineSetupError: a key file cannot be read; nothing has changed.
+        """
+        files = KeyRing.read(settings.api_key_file), KeyRing.read(settings.admin_key_file)
+        self.access.replace(*files)
+        self._named_keys.replace(settings.keys)
+        for changed in tuple(self.on_keys):
+            changed()
 
     def require_ready(self) -> None:
         """Refuse work that cannot start now.

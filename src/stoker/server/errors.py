@@ -1,8 +1,8 @@
 """Errors as HTTP answers (SPEC S3): the tree's status, `Retry-After` where it helps, and the body's shape.
 
-OpenAI's shape, but on the routes of the Messages API, where it is Anthropic's. `OriginRules` has errors name
-the places of the caller's own body where that was translated. `stoker.errors` defines the errors, `sse`
-writes those inside a stream that has begun.
+OpenAI's shape, but on the routes of the Messages API, where it is Anthropic's, and on Ollama's. `OriginRules`
+has errors name the places of the caller's own body where that was translated. `stoker.errors` defines the
+errors, `sse` writes those inside a stream that has begun.
 """
 
 from __future__ import annotations
@@ -70,8 +70,8 @@ def error_type(status: int) -> str:
     return _TYPES.get(status, "invalid_request_error")
 
 
-def error_body(info: ErrorInfo) -> bytes:
-    """`{"error": {"message", "type", "code", "param"}}` as JSON, and `details` where the error has some."""
+def error_fields(info: ErrorInfo) -> dict[str, Any]:
+    """`message`, `type`, `code` and `param`, and `details` where the error has some."""
     error: dict[str, Any] = {
         "message": info.message,
         "type": error_type(info.http_status),
@@ -80,7 +80,12 @@ def error_body(info: ErrorInfo) -> bytes:
     }
     if info.details:
         error["details"] = info.details
-    return msgspec.json.encode({"error": error}, enc_hook=str)
+    return error
+
+
+def error_body(info: ErrorInfo) -> bytes:
+    """`{"error": ...}` with `error_fields`, as JSON."""
+    return msgspec.json.encode({"error": error_fields(info)}, enc_hook=str)
 
 
 def messages_error(info: ErrorInfo, request_id: str) -> dict[str, Any]:
@@ -92,12 +97,18 @@ def messages_error(info: ErrorInfo, request_id: str) -> dict[str, Any]:
     return {"type": "error", "error": error, "request_id": request_id}
 
 
+def ollama_error(info: ErrorInfo) -> bytes:
+    """An error as clients of Ollama's API read it: `{"error": "..."}`, in a body and as a line."""
+    return msgspec.json.encode({"error": info.message})
+
+
 def error_response(info: ErrorInfo, scope: Scope, headers: Mapping[str, str] | None = None) -> Response:
     """The whole answer: status, body, and `Retry-After` (seconds, at least 1) on 429 and 503.
 
     Args:
         info: the error.
-        scope: of the request; its state has the request's id and, as `is_messages`, the shape (see `gate`).
+        scope: of the request; its state has the request's id and, as `is_messages` and `is_ollama`, the
+            shape (see `gate`).
         headers: further ones.
     """
     log.debug("%s %s: %d %s: %r", scope["method"], scope["path"], info.http_status, info.code, info.message)
@@ -110,6 +121,8 @@ def error_response(info: ErrorInfo, scope: Scope, headers: Mapping[str, str] | N
     state = scope["state"]
     if state["is_messages"]:
         body = msgspec.json.encode(messages_error(info, state["request_id"]))
+    elif state["is_ollama"]:
+        body = ollama_error(info)
     return Response(body, info.http_status, sent, media_type="application/json")
 
 

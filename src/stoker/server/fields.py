@@ -15,6 +15,7 @@ from starlette.requests import Request
 from stoker.base64_text import from_base64
 from stoker.errors import InvalidRequestError
 from stoker.ipc.constraint import Constraint, ConstraintKind
+from stoker.ipc.model import ModelInfo
 from stoker.ipc.request import (
     MAX_LOGIT_BIAS,
     MAX_LOGPROBS,
@@ -25,6 +26,7 @@ from stoker.ipc.request import (
     check_range,
 )
 from stoker.server.inbound.body import Body, Many, Name, Named, RequestId
+from stoker.server.inbound.named_keys import Permit
 from stoker.server.inbound.security import salt_of
 from stoker.tasks.fields import keep_alive_seconds
 
@@ -43,6 +45,7 @@ PRIORITY_HEADER = "X-Stoker-Priority"
 PROGRESS_HEADER = "X-Stoker-Progress"
 _YES = frozenset({"1", "true", "on", "yes"})
 _NO = frozenset({"0", "false", "off", "no", ""})
+_AS_EVENT = "event"
 
 
 def present(**given: Any) -> dict[str, Any]:
@@ -55,23 +58,32 @@ def header_fields(request: Request) -> dict[str, Any]:
 
     Raises:
         InvalidRequestError: no class has that name, or the progress is neither on nor off.
+        KeyForbidsError: the key of the request may not ask for that class.
     """
-    fields: dict[str, Any] = {}
+    permit: Permit = request.state.identity.permit
+    fields = present(priority=permit.default_class)
     name = request.headers.get(PRIORITY_HEADER)
     if name is not None:
         if name not in list(Priority):
             raise InvalidRequestError(
                 f"{PRIORITY_HEADER} is {name[:40]!r}; known: {', '.join(Priority)}", param=PRIORITY_HEADER
             )
+        permit.check_class(name)
         fields["priority"] = Priority(name)
     progress = request.headers.get(PROGRESS_HEADER)
     if progress is not None:
         word = progress.strip().lower()
-        if word not in _YES | _NO:
-            text = f"{PROGRESS_HEADER} is {progress[:40]!r}; known: 1, true, on, yes and 0, false, off, no"
+        if word not in _YES | _NO | {_AS_EVENT}:
+            known = "1, true, on, yes, event and 0, false, off, no"
+            text = f"{PROGRESS_HEADER} is {progress[:40]!r}; known: {known}"
             raise InvalidRequestError(text, param=PROGRESS_HEADER)
-        fields["return_progress"] = word in _YES
+        fields["return_progress"] = word in _YES | {_AS_EVENT}
     return fields
+
+
+def names_progress(request: Request) -> bool:
+    """Whether progress of the prompt is to come as events of a name of their own."""
+    return request.headers.get(PROGRESS_HEADER, "").strip().lower() == _AS_EVENT
 
 
 class RequestFields(Body):
@@ -93,6 +105,13 @@ class RequestFields(Body):
         """As `X-Request-Id`, over which it wins."""
         return self.request_id
 
+    @property
+    def own_class(self) -> str | None:
+        """What `priority` or else `service_tier` asks for."""
+        if isinstance(self.priority, str):
+            return self.priority
+        return Priority.BACKGROUND if self.service_tier == "flex" else None
+
     def fields(self, key_digest: str) -> dict[str, Any]:
         """Keyword arguments of a `GenerateRequest` that come from these fields, but for the model.
 
@@ -101,12 +120,10 @@ class RequestFields(Body):
         Raises:
             InvalidRequestError: a value is out of range.
         """
-        priority = Priority.BACKGROUND if self.service_tier == "flex" else None
-        if isinstance(self.priority, str):
-            priority = Priority(self.priority)
+        asked = self.own_class
         return present(
             cache_salt=salt_of(key_digest, self.cache_salt or ""),
-            priority=priority,
+            priority=None if asked is None else Priority(asked),
             timeout_s=self.timeout_s,
         )
 
@@ -226,8 +243,8 @@ class SamplingFields(Body):
     logit_bias: Named[float] | None = Field(None, max_length=MAX_LOGIT_BIAS)
     seed: Int | None = None
 
-    def to_sampling(self, n_vocab: int) -> Sampling:
-        """The sampling they describe for a vocabulary of `n_vocab` tokens.
+    def to_sampling(self, info: ModelInfo) -> Sampling:
+        """The sampling they describe for a model, whose own defaults hold where they do not say.
 
         Raises:
             InvalidRequestError: a value is out of range.
@@ -236,10 +253,10 @@ class SamplingFields(Body):
         for name, (low, high) in _RANGES.items():
             if name in given:
                 check_range(name, given[name], low, high)
-        given["logit_bias"] = _logit_bias(self.logit_bias or {}, n_vocab)
+        given["logit_bias"] = _logit_bias(self.logit_bias or {}, info.n_vocab)
         if self.dry_sequence_breakers is not None:
             given["dry_sequence_breakers"] = tuple(self.dry_sequence_breakers)
-        return Sampling(**given)
+        return Sampling(**((info.sampling_defaults or {}) | given))
 
 
 def _logit_bias(given: dict[str, float], n_vocab: int) -> dict[int, float]:
@@ -308,11 +325,11 @@ class GenerationFields(SamplingFields, ConstraintFields, RequestFields):
     def refuse_unsupported(self) -> None:
         """Refuse fields that would change the answer and are not served; all of these are."""
 
-    def common(self, n_vocab: int, key_digest: str) -> dict[str, Any]:
+    def common(self, info: ModelInfo, key_digest: str) -> dict[str, Any]:
         """Keyword arguments of a `GenerateRequest` that come from these fields.
 
         Args:
-            n_vocab: tokens of the model's vocabulary.
+            info: of the model.
             key_digest: as for `fields`.
 
         Raises:
@@ -333,7 +350,7 @@ class GenerationFields(SamplingFields, ConstraintFields, RequestFields):
             adapters=_adapters(self.lora),
         )
         stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
-        return self.fields(key_digest) | given | {"sampling": self.to_sampling(n_vocab), "stop": stop}
+        return self.fields(key_digest) | given | {"sampling": self.to_sampling(info), "stop": stop}
 
 
 def _adapters(

@@ -29,6 +29,10 @@ log = logging.getLogger(__name__)
 _CALLS = frozenset(CallKind)
 
 
+LOGGED = frozenset({"request", "model", "engine", "heat"})
+"""Events that it is to be given."""
+
+
 class EventLog:
     """Logs the events of one runtime."""
 
@@ -50,7 +54,7 @@ class EventLog:
 
     def _take(self, name: str, fields: Mapping[str, Any]) -> None:
         match name:
-            case "request" if fields["what"] in {"finished", "failed"}:
+            case "request" if fields["what"] in {"finished", "failed"} and fields["kind"] != "load":
                 requests_log.info("%s", request_line(fields), extra={"fields": dict(fields)})
             case "model":
                 self._take_model(fields)
@@ -58,8 +62,8 @@ class EventLog:
                 self._take_engine(fields["state"])
             case "heat":
                 log.info("the machine's heat is %s", fields["level"])
-            case "lagged":
-                log.warning("%d events came too fast to be logged", fields["dropped"])
+            case "snapshot" if dropped := fields.get("dropped"):
+                log.warning("%d events came too fast to be logged", dropped)
 
     def _take_engine(self, state: str) -> None:
         """What the supervisor does not log: sleep, and that the engine is back."""

@@ -15,25 +15,27 @@ import signal
 import socket
 import sys
 import time
+from functools import partial
 from importlib import import_module
 from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
 from stoker.errors import InvalidRequestError, MachineSetupError
 from stoker.private import forbid_core_files
-from stoker.server.inbound.security import is_loopback
+from stoker.server.inbound.address import is_loopback
 from stoker.server.run_file import RunFile, registered, url_of
 from stoker.server.service_manager import notify
-from stoker.server.signals import StopSwitch
+from stoker.server.signals import ReloadSwitch, StopSwitch
 from stoker.server.start import RuntimeStart
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from stoker.client.process.transport import ProcessTransport
     from stoker.ipc.events import ModelState
     from stoker.runtime import Runtime
     from stoker.server.service import Service
+    from stoker.server.signals import ReadSettings
     from stoker.settings import EngineSettings, ServerSettings
 
 
@@ -41,22 +43,24 @@ log = logging.getLogger(__name__)
 
 _BACKLOG = 512
 _REASONS = {
-    errno.EADDRINUSE: "is in use; stop the other program or choose another port with --port",
-    errno.EACCES: "may not be opened by this user; choose one above 1023 with --port",
+    errno.EADDRINUSE: "is in use; stop the other program or choose another port with {flag}",
+    errno.EACCES: "may not be opened by this user; choose one above 1023 with {flag}",
     errno.EADDRNOTAVAIL: "is not available: this machine has no such address; choose another with --host",
 }
 
 
-def bind(host: str, port: int) -> socket.socket:
+def bind(host: str, port: int, setting: str = "port") -> socket.socket:
     """A listening socket; nothing else is started before the port is known to be ours.
+
+    Args:
+        host: name or address.
+        port: 0 picks a free one.
+        setting: the one that says which port, for messages.
 
     Raises:
         MachineSetupError: the port is in use or may not be opened, or the address is not this machine's.
     """
-    try:
-        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-    except (OSError, UnicodeError) as error:
-        raise MachineSetupError(f"there is no address {host!r} to listen on: {error}", param="host") from None
+    family, kind, protocol, _, address = _found(host, port)
     listener = socket.socket(family, kind, protocol)
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -65,8 +69,33 @@ def bind(host: str, port: int) -> socket.socket:
     except OSError as error:
         listener.close()
         reason = _REASONS.get(error.errno or 0, f"cannot be opened: {error.strerror}")
-        raise MachineSetupError(f"port {port} on {host} {reason}", param="port", port=port) from None
+        reason = reason.format(flag=f"--{setting.replace('_', '-')}")
+        raise MachineSetupError(f"port {port} on {host} {reason}", param=setting, port=port) from None
     return listener
+
+
+def _found(host: str, port: int) -> tuple[Any, ...]:
+    """What a socket needs to listen there, its address last. Raises MachineSetupError."""
+    try:
+        return socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    except (OSError, UnicodeError) as error:
+        raise MachineSetupError(f"there is no address {host!r} to listen on: {error}", param="host") from None
+
+
+def check_addresses(settings: ServerSettings) -> None:
+    """Refuse what `run_server` refuses of the addresses, without opening a port.
+
+    Raises:
+        InvalidRequestError: others would reach it without a key, or both ports are one.
+        MachineSetupError: the host has no address.
+    """
+    *_, address = _found(settings.host, settings.port)
+    _check_exposure(str(address[0]), settings)
+    if settings.port and settings.port == settings.second_port:
+        text = (
+            f"ollama_port: {settings.port} is that of the server itself, which answers Ollama's clients too"
+        )
+        raise InvalidRequestError(text, param="ollama_port")
 
 
 class Screen:
@@ -88,6 +117,7 @@ def run_server(
     server_settings: ServerSettings,
     screen: Screen | None = None,
     ahead: ProcessTransport | None = None,
+    read_again: ReadSettings | None = None,
 ) -> int:
     """Serve until SIGTERM or SIGINT.
 
@@ -96,6 +126,7 @@ def run_server(
         server_settings: where, and for whom.
         screen: shows how it is doing; None: the readiness line alone.
         ahead: an engine's process that was spawned already; None: one is when it is needed.
+        read_again: the settings as they are at a SIGHUP; None: that ends the program.
 
     Returns:
         The exit code: 0, or 128 and the number of the signal that came again and cut requests short.
@@ -106,15 +137,18 @@ def run_server(
         StokerError: a model cannot be served.
     """
     forbid_core_files()  # one would hold prompts and keys
-    listener = bind(server_settings.host, server_settings.port)
-    with contextlib.closing(listener):
-        _check_exposure(listener.getsockname()[0], server_settings)
+    with contextlib.ExitStack() as stack:
+        listeners = [stack.enter_context(bind(server_settings.host, server_settings.port))]
+        if (second := server_settings.second_port) is not None:
+            listeners.append(stack.enter_context(bind(server_settings.host, second, "ollama_port")))
+        _check_exposure(listeners[0].getsockname()[0], server_settings)
         with asyncio.Runner(loop_factory=_loop_factory()) as runner:
-            return runner.run(_serve(engine_settings, server_settings, listener, screen or Screen(), ahead))
+            settings = engine_settings, server_settings
+            return runner.run(_serve(settings, listeners, screen or Screen(), ahead, read_again))
 
 
 def _check_exposure(address: str, settings: ServerSettings) -> None:
-    if is_loopback(address) or settings.api_key_file is not None or settings.insecure:
+    if is_loopback(address) or settings.api_key_file is not None or settings.keys or settings.insecure:
         return
     raise InvalidRequestError(
         f"on {settings.host} other machines reach this server, which asks for no key: add --api-key-file FILE"
@@ -134,14 +168,15 @@ def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
 
 
 async def _serve(
-    engine_settings: EngineSettings,
-    server_settings: ServerSettings,
-    listener: socket.socket,
+    settings: tuple[EngineSettings, ServerSettings],
+    listeners: Sequence[socket.socket],
     screen: Screen,
     ahead: ProcessTransport | None,
+    read_again: ReadSettings | None,
 ) -> int:
     from stoker.runtime import Runtime  # noqa: PLC0415 - after the port is known to be free
 
+    engine_settings, server_settings = settings
     runtime = Runtime(settings=engine_settings)
     runtime.ahead = ahead
     is_at_work = asyncio.Event()
@@ -155,7 +190,7 @@ async def _serve(
     try:
         await start.until(is_at_work)
         module = await asyncio.to_thread(import_module, "stoker.server.service")  # while the engine loads
-        service: Service = module.Service(runtime, server_settings, listener)
+        service: Service = module.Service(runtime, server_settings, *listeners)
     except BaseException:
         await start.close_runtime()
         start.log.detach()
@@ -166,6 +201,11 @@ async def _serve(
         loop.add_signal_handler(number, switch.take, number)
     loop.add_signal_handler(signal.SIGUSR1, service.sleep.suspend)
     loop.add_signal_handler(signal.SIGUSR2, service.sleep.resume)
+    reloads = None
+    if read_again is not None and sys.platform != "win32":
+        reloads = ReloadSwitch(read_again, settings, runtime.take_settings, service.context.take_keys)
+        stop = partial(switch.take, signal.SIGHUP)
+        loop.add_signal_handler(signal.SIGHUP, _hung_up, reloads.reload, stop, sys.stderr.isatty())
     watching = asyncio.ensure_future(screen.watch(service))
     with contextlib.ExitStack() as stack:
 
@@ -180,7 +220,15 @@ async def _serve(
         finally:
             watching.cancel()
             await asyncio.gather(watching, return_exceptions=True)
+            if reloads is not None:
+                await reloads.close()
     return switch.exit_status
+
+
+def _hung_up(reload: Callable[[], None], stop: Callable[[], None], had_terminal: bool) -> None:  # noqa: FBT001 - a signal's
+    """A SIGHUP came: somebody asks for the settings to be read again, or the terminal was closed."""
+    is_closed = had_terminal and not sys.stderr.isatty()
+    (stop if is_closed else reload)()
 
 
 def _run_file(ready: dict[str, Any], runtime: Runtime) -> RunFile:

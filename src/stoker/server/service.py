@@ -1,4 +1,4 @@
-"""The service behind a listening socket: one app and one runtime on the running loop, until it is stopped.
+"""The service behind its listening sockets: one app and one runtime on the running loop, until it is stopped.
 
 It accepts connections while models load: /health answers, everything else says 503 (SPEC S3, S6).
 """
@@ -10,7 +10,8 @@ import contextlib
 import logging
 import os
 from functools import partial
-from typing import TYPE_CHECKING, Any, cast
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 import uvicorn
 
@@ -35,6 +36,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+WEBSOCKET: Literal["websockets-sansio", "none"] = "websockets-sansio" if find_spec("websockets") else "none"
+"""The extra `websockets` brings the library; without it a request to upgrade is answered as any other."""
 _CLOSE_S = 5  # for connections to take their last bytes after every stream has ended
 _LAST_BYTES_S = 0.3  # the same where the user does not wait
 
@@ -48,7 +51,7 @@ class _Server(uvicorn.Server):
 
 
 class Service:
-    """One runtime behind one listening socket.
+    """One runtime behind its listening sockets.
 
     Attributes:
         context: what the routes share.
@@ -59,22 +62,31 @@ class Service:
         runtime: not started yet; started and closed here.
         settings: of the server.
         listener: from `bind`; closed here.
+        second: the same app listens there as well, at the port where clients of Ollama look; closed here.
 
     Raises:
         MachineSetupError: the API key file cannot be read.
     """
 
-    def __init__(self, runtime: Runtime, settings: ServerSettings, listener: socket.socket) -> None:
+    def __init__(
+        self,
+        runtime: Runtime,
+        settings: ServerSettings,
+        listener: socket.socket,
+        second: socket.socket | None = None,
+    ) -> None:
         self.context = server_context(runtime, settings)
         self._runtime = runtime
-        self._listener = listener
+        self._listeners = [listener] if second is None else [listener, second]
         self._stopping = asyncio.Event()
         self.sleep = SleepSwitch(runtime)
         self.server = _Server(
             uvicorn.Config(
                 create_app(self.context),
                 http=self._protocol(settings),
-                ws="none",
+                ws=WEBSOCKET,
+                ws_max_size=settings.max_body_bytes,
+                ws_per_message_deflate=False,
                 lifespan="off",
                 access_log=False,
                 log_level="warning",
@@ -130,7 +142,7 @@ class Service:
         """
         start = start or RuntimeStart(self._runtime)
         self.context.log = start.log
-        serving = asyncio.ensure_future(self.server.serve(sockets=[self._listener]))
+        serving = asyncio.ensure_future(self.server.serve(sockets=self._listeners))
         stopping = asyncio.ensure_future(self._stopping.wait())
         try:
             await asyncio.wait((start.done, stopping, serving), return_when=asyncio.FIRST_COMPLETED)
@@ -147,6 +159,9 @@ class Service:
             await start.close_runtime()
             self.server.should_exit = True
             await serving
+            await asyncio.to_thread(self.context.responses.close)
+            if self.context.tracing is not None:
+                await self.context.tracing.close()
             self.context.bodies.close()  # last: until then a connection may send one
             self.context.log.detach()
 
@@ -163,10 +178,16 @@ class Service:
     @property
     def address(self) -> tuple[str, int]:
         """Where it listens: IP address and port."""
-        host, port = self._listener.getsockname()[:2]
+        host, port = self._listeners[0].getsockname()[:2]
         return host, port
+
+    @property
+    def second_port(self) -> int | None:
+        """The port where it listens for clients of Ollama as well; None: nowhere."""
+        return self._listeners[1].getsockname()[1] if len(self._listeners) > 1 else None
 
     def _ready_line(self) -> dict[str, Any]:
         host, port = self.address
         models = [info.id for info in self._runtime.models]
-        return {"event": "ready", "host": host, "port": port, "pid": os.getpid(), "models": models}
+        line = {"event": "ready", "host": host, "port": port, "pid": os.getpid(), "models": models}
+        return line if self.second_port is None else line | {"ollama_port": self.second_port}

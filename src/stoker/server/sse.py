@@ -59,11 +59,15 @@ class Ending:
         done: the last frame.
         fail: what an error after the beginning is written as.
         beat: sent while nothing else is to be sent.
+        note: what a text beside the answer, such as a place in the queue, is written as; empty: it is not.
+        media_type: of the whole.
     """
 
     done: bytes = DONE
     fail: Callable[[ErrorInfo], bytes] = _failed
     beat: bytes = KEEP_ALIVE
+    note: Callable[[str], bytes] = comment
+    media_type: str = "text/event-stream"
 
 
 class EventStream(Response):
@@ -90,20 +94,21 @@ class EventStream(Response):
         grace_s: float = GRACE_S,
         ending: Ending | None = None,
     ) -> None:
-        super().__init__(media_type="text/event-stream")
+        self._ending = ending or Ending()
+        super().__init__(media_type=self._ending.media_type)
         self._frames = frames
         self._late_headers = headers
         self._keepalive_s = keepalive_s
         self._grace_s = grace_s
-        self._ending = ending or Ending()
         self._held = b""  # comments that came before the beginning
         self._opening = asyncio.Lock()
         self._opener: asyncio.Future[None] | None = None
         self._is_open = False
         self._was_silent = True
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:  # noqa: ARG002 - ASGI's
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send the stream until it ends or the client leaves."""
+        self._send_body = scope.get("state", {}).get("send_body", send)
         beat = asyncio.ensure_future(self._beat(send))
         try:
             with contextlib.suppress(ClientGoneError):
@@ -119,7 +124,10 @@ class EventStream(Response):
             async with aclosing(self._frames) as frames:
                 async for data in frames:
                     self._was_silent = False
-                    await self._pass_on(data, send)
+                    if data and self._is_open:
+                        await self._send_body({"type": "http.response.body", "body": data, "more_body": True})
+                    else:
+                        await self._begin(data, send)
         except Exception as error:
             async with self._opening:  # the beat or the opener may be sending the headers
                 if not self._is_open:
@@ -131,15 +139,16 @@ class EventStream(Response):
         await self._open(send)
         await send({"type": "http.response.body", "body": self._ending.done, "more_body": False})
 
-    async def _pass_on(self, data: bytes, send: Send) -> None:
-        if not self._is_open:
-            if not data or data.startswith(b":"):
-                self._held += data
-                self._opener = self._opener or asyncio.ensure_future(self._open_soon(send))
-                return
-            await self._open(send)
-        if data:
-            await send({"type": "http.response.body", "body": data, "more_body": True})
+    async def _begin(self, data: bytes, send: Send) -> None:
+        """Take in what comes before the beginning, or begins the answer."""
+        if self._is_open:
+            return
+        if not data or data.startswith(b":"):
+            self._held += data
+            self._opener = self._opener or asyncio.ensure_future(self._open_soon(send))
+            return
+        await self._open(send)
+        await send({"type": "http.response.body", "body": data, "more_body": True})
 
     async def _open_soon(self, send: Send) -> None:
         await asyncio.sleep(self._grace_s)

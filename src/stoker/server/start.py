@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 from typing import TYPE_CHECKING
 
-from stoker.server.log import EventLog, RecentLog
+from stoker.server.log import LOGGED, EventLog, RecentLog
 
 if TYPE_CHECKING:
     from stoker.runtime import Runtime
@@ -32,7 +32,7 @@ class RuntimeStart:
         self._runtime = runtime
         self.log = RecentLog()
         self.log.attach()
-        self._logging = asyncio.ensure_future(EventLog().follow(runtime.events()))
+        self._logging = asyncio.ensure_future(EventLog().follow(runtime.events(kinds=LOGGED)))
         self.done = asyncio.ensure_future(runtime.start())
 
     def __repr__(self) -> str:

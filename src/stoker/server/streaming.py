@@ -8,17 +8,19 @@ from __future__ import annotations
 
 import asyncio
 import uuid
-from contextlib import aclosing, nullcontext
+from contextlib import aclosing
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from starlette.responses import Response
 
+from stoker.chat.turn_ends import TURN_ENDS
 from stoker.client.requests.stream import Notice
+from stoker.errors import StokerError
 from stoker.ipc.events import Admitted, Delta, Finished, Queued
 from stoker.ipc.usage import Usage, total_usage
 from stoker.server.inbound.bodies import while_connected
 from stoker.server.reply import CACHE_HEADER, ETA_HEADER, POSITION_HEADER
-from stoker.server.sse import GRACE_S, LOADING_GRACE_S, Ending, EventStream, comment
+from stoker.server.sse import GRACE_S, LOADING_GRACE_S, Ending, EventStream
 from stoker.tasks.chat import ChoiceReaders
 
 if TYPE_CHECKING:
@@ -120,21 +122,19 @@ class GenerationCall:
         self._route = request.scope["route"].path
         several = len(requests) > 1
         self.runtime_ids = [f"{self.id}-{i}" if several else self.id for i in range(len(requests))]
+        for runtime_id in self.runtime_ids:
+            _note_parent(request, runtime_id)
 
     def __repr__(self) -> str:
         return f"GenerationCall({self.id}, {len(self.requests)} prompts)"
 
-    async def events(self) -> Numbered:
+    def events(self) -> Numbered:
         """(index of the prompt, event) as they come; closing it cancels every prompt.
 
-        Raises:
-            StokerError: of the first prompt that failed; the others are cancelled.
+        Iterating raises the StokerError of the first prompt that failed; the others are cancelled.
         """
-        with nullcontext() if self.origins is None else self.origins.named():
-            streams = [self._one(index) for index in range(len(self.requests))]
-            async with aclosing(merged(streams)) as events:
-                async for event in events:
-                    yield event
+        events = merged([self._one(index) for index in range(len(self.requests))])
+        return events if self.origins is None else _named(events, self.origins)
 
     @property
     def is_ready(self) -> bool:
@@ -153,7 +153,7 @@ class GenerationCall:
             owner=self._owner,
             route=self._route,
         )
-        with self._context.metrics.request(kind_of(request)) as meter:
+        with self._context.metrics.request(kind_of(request), request.priority) as meter:
             async with aclosing(stream) as events:
                 async for event in events:
                     meter.note(event)
@@ -176,8 +176,26 @@ async def in_one_call(request: Request, kind: CallKind, work: Callable[..., Coro
     """
     call_id, names = f"{kind}-{uuid.uuid4().hex}", (request.state.request_id,)
     route = request.scope["route"].path
+    _note_parent(request, call_id)
     running = work(request_id=call_id, names=names, owner=request.state.key_digest, route=route)
     return await while_connected(running, request.receive)
+
+
+def _note_parent(request: Request, request_id: str) -> None:
+    """Let the trace of a request begin where the caller's `traceparent` says, if there are traces."""
+    tracing = request.app.state.tracing
+    if tracing is not None:
+        tracing.comes_from(request_id, request.headers)
+
+
+async def _named(events: Numbered, origins: OriginRules) -> Numbered:
+    """The events; an error among them names the places of the caller's body."""
+    try:
+        async with aclosing(events):
+            async for event in events:
+                yield event
+    except StokerError as error:
+        raise origins.told(error) from error
 
 
 def merged(streams: Sequence[Numbered]) -> Numbered:
@@ -229,7 +247,7 @@ class AnswerReading:
 
     Attributes:
         reason: why it ended; None: it has not.
-        stop_text: the stop sequence that ended it.
+        stop_text: the stop string of the caller that ended it.
         usage: known at its end.
     """
 
@@ -252,7 +270,8 @@ class AnswerReading:
             return []
         found = self._readers.read(event)
         if event.finish_reason is not None:
-            self.reason, self.stop_text = self._readers.finish_reason(event), event.stop_text
+            self.reason = self._readers.finish_reason(event)
+            self.stop_text = None if event.stop_text in TURN_ENDS else event.stop_text
         return found
 
 
@@ -295,8 +314,8 @@ async def _frames(
 ) -> AsyncGenerator[bytes, None]:
     async with aclosing(source.events()) as events:
         async for prompt, event in events:
-            if isinstance(event, Notice):
-                yield _notice(event, headers)
+            if type(event) is not Delta and isinstance(event, Notice):
+                yield _notice(event, headers, writer.ending.note)
                 if not isinstance(event, Admitted):  # until then it may still be refused, with a status
                     continue
             if data := writer.write(prompt, event):
@@ -304,8 +323,8 @@ async def _frames(
     yield writer.end()
 
 
-def _notice(event: Notice, headers: dict[str, str]) -> bytes:
-    """The comment that tells of it; the first place, and what the cache had, go to the headers.
+def _notice(event: Notice, headers: dict[str, str], note: Callable[[str], bytes]) -> bytes:
+    """The note that tells of it; the first place, and what the cache had, go to the headers.
 
     An empty frame lets the client have the headers now, not with its first token.
     """
@@ -313,7 +332,7 @@ def _notice(event: Notice, headers: dict[str, str]) -> bytes:
         headers.setdefault(CACHE_HEADER, _cache_header(event.cache_source, event.cached_tokens))
         return b""
     if not isinstance(event, Queued):
-        return comment(type(event).__name__.lower())
+        return note(type(event).__name__.lower())
     eta = "" if event.eta_s is None else f"{event.eta_s:.1f}"
     is_first = POSITION_HEADER not in headers
     if is_first:
@@ -322,7 +341,7 @@ def _notice(event: Notice, headers: dict[str, str]) -> bytes:
             headers[ETA_HEADER] = eta
     if is_first and event.position == 0:
         return b""
-    return comment(f"queued position={event.position}" + (f" eta_s={eta}" if eta else ""))
+    return note(f"queued position={event.position}" + (f" eta_s={eta}" if eta else ""))
 
 
 async def _collect(source: Source, writer: WholeWriter) -> tuple[bytes, Usage]:

@@ -55,7 +55,7 @@ FOLLOW = 0.2
 """How quickly times on the wall, and that of a guess by a draft model, are learned anew."""
 FOLLOW_EXCESS = 0.5
 """The same of steps with guesses that take longer than predicted: the next ones are to be shorter."""
-READ_GAP_S, READ_STEPS = 0.06, 2.0
+READ_GAP_S, READ_STEPS = 0.03, 2.0
 """While somebody reads, a step with guesses takes that long at most, or so many plain steps, if more."""
 ROOM = 0.9
 """The part of that which is planned to be used: some steps take longer than predicted."""

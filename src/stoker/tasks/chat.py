@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import secrets
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import msgspec
@@ -27,6 +27,7 @@ from stoker.chat.answer_events import (
 )
 from stoker.chat.conversation import NO_TOOLS, Conversation, Layout, ToolOffer
 from stoker.chat.tools.constraints import MAX_FORCED_CALLS
+from stoker.chat.tools.formats.table import format_named
 from stoker.chat.tools.tools import ChoiceMode, LeftOut, checked_choice, checked_toolset
 from stoker.client.client import require_generating
 from stoker.client.requests.stream import TextDelta, ToolCall
@@ -36,7 +37,7 @@ from stoker.images.turns import Given, illustrated
 from stoker.ipc.constraint import Constraint, ConstraintKind
 from stoker.ipc.events import Delta
 from stoker.ipc.model import ModelInfo
-from stoker.ipc.request import IMAGE_MARKER, FinishReason
+from stoker.ipc.request import IMAGE_MARKER, MAX_STOPS, FinishReason
 from stoker.ipc.usage import TokenLogprob
 from stoker.tasks.fields import Message, stops_of, turns_of
 from stoker.tasks.functions import described
@@ -46,6 +47,7 @@ log = logging.getLogger(__name__)
 PLAIN = AnswerForm()
 """Nothing is looked for in the text; it is content as it comes."""
 
+_THINKING = frozenset({"enable_thinking", "reasoning_effort"})
 _encode = msgspec.msgpack.Encoder().encode
 _decode = msgspec.msgpack.Decoder(AnswerForm).decode
 
@@ -83,7 +85,7 @@ class ChatPlan:
         return {
             **given,
             "is_chat": True,
-            "stop": stops_of(given.get("stop")) + self.layout.stops,
+            "stop": _with_stops(stops_of(given.get("stop")), self.layout.stops),
             "spelled": self.layout.control_tokens,
             "constraint": self._constraint(given.get("constraint")),
             "note": b"" if self.form == PLAIN else _encode(self.form),
@@ -102,8 +104,15 @@ class ChatPlan:
             asked = Constraint(kind=ConstraintKind(kind), source=source, asked_as="tools")
         if asked is None or self.form.tags is None:
             return asked
+        if self.form.tags.final and self.layout.constraint is None:
+            return msgspec.structs.replace(asked, reasoning_end=self.form.tags.final)
         opener = "" if self.form.is_reasoning else self.form.tags.opener
         return msgspec.structs.replace(asked, reasoning_start=opener, reasoning_end=self.form.tags.closer)
+
+
+def _with_stops(asked: tuple[str, ...], own: Sequence[str]) -> tuple[str, ...]:
+    """The caller's stop strings, and of those of the conversation as many as there is room for."""
+    return asked + tuple(own)[: max(0, MAX_STOPS - len(asked))]
 
 
 def chat_job(
@@ -135,13 +144,26 @@ def chat_job(
         raise UnsupportedError(text, param="messages")
     conversation = Conversation(
         messages=turns,
-        offer=offer,
+        offer=replace(offer, tool_format=offer.tool_format or info.tool_format),
         template=info.chat_template,
         bos_text=info.bos_text,
         eos_text=info.eos_text,
-        args=dict(template_args or {}),
+        args=_with_thinking(info, template_args or {}),
     )
     return RenderChat(model=info.id, conversation=conversation), images
+
+
+def effort_args(effort: str) -> dict[str, Any]:
+    """The variables by which templates know how much the model is to think; "none": not at all."""
+    return {"enable_thinking": effort != "none", "reasoning_effort": effort}
+
+
+def _with_thinking(info: ModelInfo, given: Mapping[str, Any]) -> dict[str, Any]:
+    """The variables; where they say nothing of thinking, what is so by default: on, off, or how hard."""
+    default = info.thinking
+    if default is None or _THINKING.intersection(given):
+        return dict(given)
+    return {**(effort_args(default) if isinstance(default, str) else {"enable_thinking": default}), **given}
 
 
 def planned(job: RenderChat, images: tuple[Given, ...], layout: Layout) -> ChatPlan:
@@ -150,26 +172,33 @@ def planned(job: RenderChat, images: tuple[Given, ...], layout: Layout) -> ChatP
     Raises:
         InvalidRequestError: the template left an image out, or shows one twice.
     """
+    if layout.num_spelled:
+        text = "%d earlier turns have malformed tool calls, which %s is shown as text"
+        log.info(text, layout.num_spelled, job.model)
     if images and (shown := layout.prompt.count(IMAGE_MARKER)) != len(images):
         text = f"the chat template of {job.model} shows {shown} of {len(images)} pictures"
         raise InvalidRequestError(text, param="messages")
     return ChatPlan(layout, images, job.conversation.offer.left_out)
 
 
-def offer_of(tools: Any, tool_choice: Any = None, *, is_parallel: bool = True) -> ToolOffer:
+def offer_of(
+    tools: Any, tool_choice: Any = None, *, is_parallel: bool = True, tool_format: str | None = None
+) -> ToolOffer:
     """The tools a caller offers, in OpenAI's form or as Python functions, and what is to be done with them.
 
-    Every tool has to be a function.
+    Every tool has to be a function. `tool_format` names the format of calls (None: the model's).
 
     Raises:
         InvalidRequestError, UnsupportedError: naming the field.
     """
     tools = described(tools)
     checked_toolset(tools).require_all()
-    return offer_of_functions(tools, tool_choice, is_parallel=is_parallel)
+    return offer_of_functions(tools, tool_choice, is_parallel=is_parallel, tool_format=tool_format)
 
 
-def offer_of_functions(tools: Any, tool_choice: Any = None, *, is_parallel: bool = True) -> ToolOffer:
+def offer_of_functions(
+    tools: Any, tool_choice: Any = None, *, is_parallel: bool = True, tool_format: str | None = None
+) -> ToolOffer:
     """As `offer_of`, but tools that are no functions are left out, unless the choice forces one.
 
     Raises:
@@ -177,9 +206,12 @@ def offer_of_functions(tools: Any, tool_choice: Any = None, *, is_parallel: bool
     """
     found = checked_toolset(tools)
     choice = checked_choice(tool_choice, found.tools, found.left_out)
+    if tool_format is not None:
+        format_named(tool_format)
     if choice.mode is ChoiceMode.NONE:
-        return NO_TOOLS
-    return ToolOffer(found.tools, choice, MAX_FORCED_CALLS if is_parallel else 1, found.left_out)
+        return ToolOffer(tool_format=tool_format)
+    max_calls = MAX_FORCED_CALLS if is_parallel else 1
+    return ToolOffer(found.tools, choice, max_calls, found.left_out, tool_format)
 
 
 def form_of(note: bytes) -> AnswerForm:

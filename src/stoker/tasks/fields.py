@@ -22,9 +22,9 @@ from stoker.client.requests.stream import OnNotice
 from stoker.errors import InvalidRequestError
 from stoker.images.image import ImageLike
 from stoker.ipc.constraint import Constraint
-from stoker.ipc.request import GenerateRequest, Picture, Preempt, Priority, Sampling, StateOutput
+from stoker.ipc.request import GenerateRequest, Medium, Preempt, Priority, Sampling, StateOutput
 from stoker.setting_fields import parse_keep_alive
-from stoker.settings import PlacementSettings
+from stoker.site_settings import PlacementSettings
 from stoker.tasks.form import FormKeywords, Several, T, take_constraint
 from stoker.tasks.functions import ToolLike
 
@@ -139,7 +139,7 @@ class RequestKeywords(SamplingKeywords, FormerKeywords, total=False):
     speculate: bool
     note: bytes
     document: str | None
-    pictures: Sequence[Picture]
+    pictures: Sequence[Medium]
     candidates: Several[str]
     is_calibrated: bool
 
@@ -169,6 +169,7 @@ class ConversationKeywords(GenerateKeywords[T], total=False):
     tools: Sequence[ToolLike] | None
     tool_choice: Any
     parallel_tool_calls: bool
+    tool_format: str | None
 
 
 _TEXTS: dict[str, list[str]] = {"priority": [*Priority], "preempt": [*Preempt]}
@@ -202,6 +203,25 @@ def request_of(prompt: Prompt | GenerateRequest, fields: Mapping[str, Any]) -> G
         return msgspec.convert({**given, **fields, "sampling": sampling}, GenerateRequest)
     except msgspec.ValidationError as error:
         raise _malformed(str(error)) from None
+
+
+def sampling_given(prompt: Prompt | GenerateRequest, fields: Mapping[str, Any]) -> dict[str, Any] | None:
+    """The sampling fields that a call names; None: all of them, by a `GenerateRequest` or a `Sampling`."""
+    whole = fields.get("sampling")
+    if isinstance(prompt, GenerateRequest) or isinstance(whole, Sampling):
+        return None
+    named = {name: fields[name] for name in fields.keys() & set(Sampling.__struct_fields__)}
+    return {**(whole if isinstance(whole, Mapping) else {}), **named}
+
+
+def with_sampling_defaults(
+    prompt: Prompt | GenerateRequest, fields: dict[str, Any], defaults: Mapping[str, Any] | None
+) -> dict[str, Any]:
+    """The fields of a call with those of a model's sampling defaults that the call does not name."""
+    given = sampling_given(prompt, fields)
+    if not defaults or given is None or not isinstance(fields.get("sampling", {}), Mapping):
+        return fields
+    return {**fields, "sampling": {**defaults, **given}}
 
 
 def checked_request(request: Any) -> GenerateRequest:

@@ -5,11 +5,12 @@ Owns the order of the steps. Fields are `fields`', the conversation is laid out 
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Sequence
-from contextlib import aclosing
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from contextlib import aclosing, suppress
 from typing import Any, Protocol, Unpack
 
 from stoker.client.requests.stream import OnNotice, StreamEvent, TextDelta, text_deltas
+from stoker.errors import StokerError
 from stoker.images.turns import with_images
 from stoker.ipc.request import GenerateRequest
 from stoker.tasks.chat import chat_deltas, offer_of
@@ -21,6 +22,7 @@ from stoker.tasks.fields import (
     struct_fields,
     turns_of,
     warn_former,
+    with_sampling_defaults,
 )
 from stoker.tasks.states import States
 from stoker.tasks.tensor_call import TaskRuntime
@@ -49,6 +51,7 @@ async def generated(
     """See `Runtime.generate`."""
     given = _current(fields)
     request_id, on_notice = given.pop("request_id", None), given.pop("on_notice", None)
+    given = with_sampling_defaults(prompt, given, _sampling_defaults(runtime, prompt, given))
     request = await runtime.states.request(prompt, **given)
     async with aclosing(_texts(runtime, request, request_id, on_notice)) as deltas:
         async for delta in deltas:
@@ -62,7 +65,8 @@ async def chatted(
     given = _current(fields)
     request_id, on_notice = given.pop("request_id", None), given.pop("on_notice", None)
     tools, choice = given.pop("tools", None), given.pop("tool_choice", None)
-    offer = offer_of(tools, choice, is_parallel=given.pop("parallel_tool_calls", True))
+    is_parallel, tool_format = given.pop("parallel_tool_calls", True), given.pop("tool_format", None)
+    offer = offer_of(tools, choice, is_parallel=is_parallel, tool_format=tool_format)
     shown = with_images(turns_of(messages), given.pop("images", ()))
     plan = await runtime.prepare_chat(
         shown,
@@ -70,6 +74,7 @@ async def chatted(
         model=given.get("model", "default"),
         template_args=given.pop("template_args", None),
     )
+    given = with_sampling_defaults("", given, _sampling_defaults(runtime, "", given))
     asked = plan.fields(given)
     if plan.images:
         asked["pictures"] = tuple(taken.picture for taken in await runtime.images.take(plan.images))
@@ -85,6 +90,16 @@ async def chatted(
 def _current(fields: GenerateKeywords | ConversationKeywords) -> dict[str, Any]:
     warn_former(fields)
     return struct_fields(fields)
+
+
+def _sampling_defaults(
+    runtime: GeneratingRuntime, prompt: Prompt | GenerateRequest, given: Mapping[str, Any]
+) -> Mapping[str, Any] | None:
+    """Those of the model that is to answer; None where it cannot, which its stream then says."""
+    asked = prompt.model if isinstance(prompt, GenerateRequest) else "default"
+    with suppress(StokerError):
+        return runtime.resolve(given.get("model", asked)).sampling_defaults
+    return None
 
 
 async def _texts(

@@ -19,6 +19,7 @@ from stoker.client.requests.group import KnownAs
 from stoker.client.requests.stream import StreamEvent, TextDelta, text_deltas
 from stoker.errors import InvalidRequestError, ReadingError
 from stoker.images.image import Image, ImageLike, ImageReport, images_of
+from stoker.images.intake import image_reports
 from stoker.ipc.constraint import Constraint, ConstraintKind
 from stoker.ipc.request import FinishReason, GenerateRequest
 from stoker.ipc.status import CallKind
@@ -198,7 +199,7 @@ async def read_images(
     taken = await runtime.images.take(plan.images)
     given = plan.fields(wanted | {"model": info.id})
     given["pictures"] = tuple(one.picture for one in taken)
-    reports = tuple(one.report for one in taken)
+    reports = image_reports(taken)
 
     async def answer(attempt: Attempt) -> Told:
         how = {"max_tokens": attempt.max_tokens, **attempt.sampling, **given}

@@ -11,6 +11,7 @@ import dataclasses
 import hashlib
 import os
 import struct
+import threading
 import time
 import zlib
 from functools import partial
@@ -35,7 +36,7 @@ from stoker.backends.fake.history import (
 )
 from stoker.backends.fake.scoring import FakeScoring
 from stoker.backends.fake.script import FakeScript
-from stoker.backends.fake.vision import FakeVision, seen_tokens
+from stoker.backends.fake.vision import RATE_HZ, FakeVision, seen_tokens
 from stoker.backends.fake.vocabulary import EOS, N_VOCAB, NUM_BYTES, FakeVocabulary
 from stoker.backends.protocol.backend import (
     PLAIN,
@@ -53,11 +54,13 @@ from stoker.errors import (
     InvalidRequestError,
     ModelFileError,
     ModelLoadError,
+    StepAbortedError,
     StepFailedError,
     StepMemoryError,
     UnsupportedError,
 )
 from stoker.ipc.model import ANYWHERE, ModelClass
+from stoker.ipc.request import Picture, Sound
 from stoker.models.memory_estimate.fit import Estimate
 
 if TYPE_CHECKING:
@@ -131,6 +134,12 @@ class _FakeDraws:
         return Candidates(ids, logits)
 
 
+class _FakeAbort(threading.Event):
+    """Ends steps, which have changed nothing then; see `StepAbort`."""
+
+    abort_step, allow_steps = threading.Event.set, threading.Event.clear
+
+
 class FakeBackend:
     """See the module. One thread drives it, as any backend.
 
@@ -168,12 +177,12 @@ class FakeBackend:
         self._histories = [FakeHistory() for _ in range(num_sequences)]
         self._rows = np.empty((n_batch, N_VOCAB), np.float32)
         self._bias = _bias()
-        num_slices, delay_s = self.faults.vision, self.faults.step_delay_s
-        self._vision = FakeVision(num_slices, delay_s) if num_slices else None
+        self._vision = _projector(self.faults)
         self._conditionings: dict[int, Conditioning] = {}
         self._drafter: Drafter | None = None
         self._draws = _FakeDraws() if self.faults.draws else None
         self._in_flight: _FakeInFlight | None = None
+        self._abort = _FakeAbort() if self.faults.aborts else None
         self._is_closed = False
         self._by_device = self.faults.devices.share(self.memory(), placement)
         self.faults.devices.take(self, self._by_device)
@@ -226,6 +235,7 @@ class FakeBackend:
             vision=self._vision,
             drafter=self._drafter,
             threads=self,
+            aborts=self._abort,
             compaction=self,
             devices=self if self.faults.devices.names else None,
             draws=self._draws,
@@ -242,9 +252,13 @@ class FakeBackend:
             raise StepMemoryError(f"{plan.num_tokens} tokens are more than the memory that was ordered")
         takes_s = self.faults.step_delay_s + plan.num_tokens * self.faults.token_delay_s
         if not self.faults.is_async:
-            found = self._compute(plan)
-            time.sleep(takes_s)
-            return found
+            if self._abort is None:
+                found = self._compute(plan)
+                time.sleep(takes_s)
+                return found
+            if self._abort.wait(takes_s):
+                raise StepAbortedError(f"a step of {plan.num_tokens} tokens was ended")
+            return self._compute(plan)
         if self._in_flight is not None:
             self._in_flight.expire()
         self._in_flight = _FakeInFlight(partial(self._compute, plan), takes_s)
@@ -540,5 +554,11 @@ def _capabilities(  # noqa: PLR0913, PLR0917 - likewise
         fingerprint=_digest(kind),
         state_layout=STATE_LAYOUT if is_recurrent else (),
         has_vision=faults.vision > 0,
-        pairing="ready" if faults.vision else "",
+        hears_hz=RATE_HZ if faults.hearing else 0,
+        pairing="ready" if faults.vision or faults.hearing else "",
     )
+
+
+def _projector(faults: FakeFaults) -> FakeVision | None:
+    takes = (*((Picture,) if faults.vision else ()), *((Sound,) if faults.hearing else ()))
+    return FakeVision(max(faults.vision, faults.hearing), faults.step_delay_s, takes) if takes else None

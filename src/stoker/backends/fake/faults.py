@@ -16,6 +16,7 @@ class FakeFaults:
 
     Attributes:
         is_async: a step is computed when its rows are asked for, and nothing else may be called before.
+        aborts: steps can be ended from outside.
         draws: it gives the largest logits of a row in place of the row.
         recurrent: it cannot go back or share, and begins from initial states, as a recurrent model.
         bad_sequences: a step that holds one of these raises StepFailedError.
@@ -30,6 +31,7 @@ class FakeFaults:
         load_aborts: a load aborts the process before it says how far it is, with a word on stderr.
         load_fails: a load ends with ModelLoadError.
         vision: slices that encoding an image takes; 0: it takes no images.
+        hearing: slices that encoding a recording takes; 0: it takes none. With both, the larger holds.
         script: file of the answers that it gives word for word; see `script`.
         weights_mib, cell_kib: what it claims to take: weights, and a cell.
         devices: what it is as if computed on, and takes memory of.
@@ -43,12 +45,14 @@ class FakeFaults:
     token_delay_s: float = 0.0
     eog_period: int = 256
     is_async: bool = False
+    aborts: bool = False
     draws: bool = False
     recurrent: bool = False
     load_s: float = 0.0
     load_fails: bool = False
     load_aborts: bool = False
     vision: int = 0
+    hearing: int = 0
     script: str = ""
     weights_mib: int = 0
     cell_kib: float = 1 / 128
@@ -70,9 +74,9 @@ class FakeFaults:
                         faults[name] = float(value)
                     case "script":
                         faults[name] = value
-                    case "eog_period" | "weights_mib" | "vision" | "most_tokens":
+                    case "eog_period" | "weights_mib" | "vision" | "hearing" | "most_tokens":
                         faults[name] = int(value)
-                    case "recurrent" | "is_async" | "draws" | "load_fails" | "load_aborts":
+                    case "recurrent" | "is_async" | "aborts" | "draws" | "load_fails" | "load_aborts":
                         faults[name] = bool(int(value))
                     case "bad_sequences" | "bad_tokens" | "abort_tokens":
                         faults[name] = frozenset(int(number) for number in value.split("+"))

@@ -29,7 +29,7 @@ from stoker.backends.llama.smoke.smoke import (
 )
 from stoker.backends.llama.state import HiddenStates, RecurrentStates, SequenceStates
 from stoker.backends.llama.threads import num_physical_cores
-from stoker.backends.llama.vision.vision import BLIND, VisionContext, open_vision
+from stoker.backends.llama.vision.vision import BLIND, CallLimits, VisionContext, open_vision
 from stoker.backends.protocol.backend import PLAIN, BatchPlan, Capabilities, Computed, Conditioning, PlanItem
 from stoker.backends.protocol.extensions import Extensions
 from stoker.backends.protocol.scoring import ScoringLane
@@ -89,7 +89,8 @@ class LlamaBackend:
         self._hidden = HiddenStates(model, context)
         self._capabilities = dataclasses.replace(
             _capabilities(header, model, context, n_ctx),
-            has_vision=vision_context.vision is not None,
+            has_vision=self._vision is not None and self._vision.sees,
+            hears_hz=self._vision.hears_hz if self._vision else 0,
             pairing=vision_context.pairing,
             fingerprint=self._states.fingerprint,
             state_layout=self._recurrent.layout if self._recurrent else (),
@@ -150,6 +151,7 @@ class LlamaBackend:
             vision=self._vision,
             drafter=self._drafter,
             threads=self,
+            aborts=self._context.abort_flag,
             compaction=self._context,
             scratch=self,
             draws=self._context.draws,
@@ -395,7 +397,7 @@ def _put_together(spec: ModelSpec, header: GgufHeader, options: ModelOptions) ->
         adapters = Adapters(model, header, spec.adapters) if spec.adapters else None
         context = _open_context(spec, model, adapters)
         made.callback(context.close)
-        vision_context = open_vision(spec, model, header, context.num_threads)
+        vision_context = open_vision(spec, model, header, CallLimits(context.num_threads, context.n_ubatch))
         if vision_context.vision:
             made.callback(vision_context.vision.close)
         backend = LlamaBackend(
@@ -430,7 +432,7 @@ def _add_drafter(backend: LlamaBackend, spec: ModelSpec, model: LlamaModel) -> N
 
 def _open_context(spec: ModelSpec, model: LlamaModel, adapters: Adapters | None) -> LlamaContext:
     """In the layout of cells that is asked for, "auto" being a pool; streams only of models that can."""
-    is_asked = spec.kv_layout is KVLayout.STREAMS and model.keeps_every_cell
+    is_asked = spec.kv_layout is KVLayout.STREAMS and _has_one_position_a_cell(spec, model)
     layout = KVLayout.STREAMS if is_asked else KVLayout.POOL
     context = LlamaContext(model, _context_options(spec, model, layout), adapters)
     if context.has_streams and not context.has_plain_states:
@@ -444,7 +446,7 @@ def _context_options(spec: ModelSpec, model: LlamaModel, layout: KVLayout) -> Co
     spec = msgspec.structs.replace(spec, kv_layout=layout)
     key_type, has_streams = _key_type(spec, model), layout is KVLayout.STREAMS
     is_repeatable = key_type is not KeyType.F16 and spec.repeatable is not Repeatable.OFF
-    keeps_order = is_repeatable and not model.devices and model.keeps_every_cell
+    keeps_order = is_repeatable and not model.devices and _has_one_position_a_cell(spec, model)
     n_ctx_train, on_device = model.n_ctx_train, STREAMS_BATCH if has_streams else DEVICE_BATCH
     return ContextOptions(
         num_cells=stream_cells(spec, n_ctx_train) if has_streams else spec.pool_cells or n_ctx_train,
@@ -460,6 +462,11 @@ def _context_options(spec: ModelSpec, model: LlamaModel, layout: KVLayout) -> Co
         is_off_host=bool(model.devices) and spec.placement.kv_offload and model.keeps_every_cell,
         is_marked=_is_in_one_graph(spec, model),
     )
+
+
+def _has_one_position_a_cell(spec: ModelSpec, model: LlamaModel) -> bool:
+    """Whether cells can be told apart by their positions: those of a picture in a grid have one together."""
+    return model.keeps_every_cell and not (spec.projector and model.has_grids)
 
 
 def _num_threads(spec: ModelSpec, model: LlamaModel) -> int:

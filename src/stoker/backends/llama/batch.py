@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import ctypes
 from dataclasses import dataclass
-from itertools import accumulate, takewhile
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import msgspec
@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 Natives: TypeAlias = "Mapping[int, int] | Sequence[int]"
 """The number by which llama.cpp knows each sequence."""
 _SAME = range(256)
+NUM_DIMENSIONS = 4
+"""Of the positions of a model that has more than one (M-RoPE)."""
 
 
 class TokenBatch:
@@ -42,6 +44,13 @@ class TokenBatch:
         self._pos = np.zeros(capacity, np.int32)
         self._seq = np.zeros(capacity, np.int32)
         self._wants_logits = np.zeros(capacity, np.int8)
+        # a few numbers are set one by one sooner than as arrays
+        self._each = (
+            self._token.data,
+            self._pos.data,
+            self._seq.data,
+            self._wants_logits.data,
+        )
         self._positions = np.arange(first_position, first_position + capacity, dtype=np.int32)
         self._num_seqs = np.ones(capacity, np.int32)
         addresses = self._seq.ctypes.data + self._seq.itemsize * np.arange(capacity)
@@ -87,20 +96,35 @@ class TokenBatch:
         self.native.n_tokens = begin
 
     def _fill_rows(self, items: Sequence[PlanItem], natives: Natives) -> int:
-        """Lay out the items of one token before the first of several, at once; returns how many."""
-        rows = [
-            (item.tokens[0], item.start, natives[item.seq], item.num_logits)
-            for item in takewhile(_is_row, items)
-        ]
-        if rows:
-            count = len(rows)
-            token, start, seq, num_logits = zip(*rows, strict=True)
-            self._token[:count] = token
-            self._pos[:count] = start
-            self._pos[:count] += self._first_position
-            self._seq[:count] = seq
-            self._wants_logits[:count] = num_logits
-        return len(rows)
+        """Lay out the items of one token before the first of several; returns how many."""
+        token, pos, seq, wants_logits = self._each
+        first_position, at = self._first_position, 0
+        for item in items:
+            if len(item.tokens) != 1:
+                break
+            token[at] = item.tokens[0]
+            pos[at] = item.start + first_position
+            seq[at] = natives[item.seq]
+            wants_logits[at] = item.num_logits
+            at += 1
+        return at
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PictureCall:
+    """What one native call computes of an image whose tokens are not computed as those of text are.
+
+    Attributes:
+        item: its sequence, tokens and rows of logits; not its places.
+        embeddings: float32 (tokens, width).
+        positions: int32 (1 or `NUM_DIMENSIONS`, tokens), native ones.
+        is_mutual: its tokens see each other in both directions.
+    """
+
+    item: PlanItem
+    embeddings: Rows
+    positions: npt.NDArray[np.int32]
+    is_mutual: bool
 
 
 class EmbeddingBatch:
@@ -109,8 +133,9 @@ class EmbeddingBatch:
     def __init__(self, capacity: int, width: int, first_position: int = 0) -> None:
         self._places = TokenBatch(capacity, first_position)
         self._embeddings = np.zeros((capacity, width), np.float32)
+        self._grid = np.zeros(NUM_DIMENSIONS * capacity, np.int32)
         places, self.native = self._places.native, llama.llama_batch()
-        for name in ("pos", "n_seq_id", "seq_id", "logits"):
+        for name in ("n_seq_id", "seq_id", "logits"):
             setattr(self.native, name, getattr(places, name))
         self.native.embd = _pointer(self._embeddings, ctypes.POINTER(ctypes.c_float))
 
@@ -121,11 +146,14 @@ class EmbeddingBatch:
         """Lay out the plan's places, and what stands there: of each item float32 (its tokens, width)."""
         self._places.fill(plan, natives)
         np.concatenate(embeddings, out=self._embeddings[: plan.num_tokens])
+        self.native.pos = self._places.native.pos
         self.native.n_tokens = plan.num_tokens
 
-
-def _is_row(item: PlanItem) -> bool:
-    return len(item.tokens) == 1
+    def fill_grid(self, call: PictureCall, natives: Natives = _SAME) -> None:
+        """Lay out tokens of one image at positions of their own."""
+        self.fill(BatchPlan((call.item,)), (call.embeddings,), natives)
+        self._grid[: call.positions.size] = call.positions.ravel()
+        self.native.pos = _pointer(self._grid, ctypes.POINTER(ctypes.c_int32))
 
 
 def _pointer(array: npt.NDArray[Any], kind: Any) -> Any:
@@ -152,12 +180,12 @@ class Pass:
     adapters: AdapterSet
     is_pictured: bool
     plan: BatchPlan
-    rows: tuple[int, ...]
+    rows: Sequence[int]
 
     @property
     def is_in_order(self) -> bool:
         """Whether its rows are those of the whole plan, in the same order."""
-        return self.rows == tuple(range(len(self.rows)))
+        return isinstance(self.rows, range) or self.rows == tuple(range(len(self.rows)))
 
 
 def passes(
@@ -178,8 +206,8 @@ def passes(
     """
     is_bounded = max_rows is not None and plan.num_rows > max_rows
     is_plain = current == NONE and not adapters and isinstance(order, range) and not is_bounded
-    if is_plain and all(item.tokens[0] >= 0 for item in plan.items):
-        return [Pass(NONE, False, plan, tuple(range(plan.num_rows)))]
+    if is_plain and not plan.has_pictures:
+        return [Pass(NONE, False, plan, range(plan.num_rows))]
     groups: dict[tuple[AdapterSet, bool], list[tuple[int, PlanItem]]] = {}
     first_rows = list(accumulate((item.num_logits for item in plan.items), initial=0))
     for place in order:

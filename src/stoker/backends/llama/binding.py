@@ -83,9 +83,11 @@ class _ThreadLog(threading.local):
 
 
 _log = _ThreadLog()
+_ENDED = re.compile(r"(compute status: 1|compute_async failed with error 1|failed to decode, ret = 2)$")
+"""What the library calls errors of a step that its abort callback has ended."""
 
 
-def _receive(level: int, text: bytes, _user_data: object) -> None:
+def _receive(level: int, piece: bytes, _user_data: object) -> None:
     """Collect pieces of text into lines. Debug lines go nowhere: there are thousands of them in a load."""
     if level == _DEBUG:
         _log.level = _DEBUG
@@ -94,10 +96,11 @@ def _receive(level: int, text: bytes, _user_data: object) -> None:
         _log.level, _log.text = level, ""
     elif _log.level == _DEBUG:
         return
-    _log.text += text.decode(errors="replace")
+    _log.text += piece.decode(errors="replace")
     if not _log.text.endswith("\n"):
         return
-    line = LogLine(is_error=_log.level == _ERROR, text=_log.text.strip())
+    text = _log.text.strip()
+    line = LogLine(is_error=_log.level == _ERROR and not _ENDED.search(text), text=text)
     _log.text = ""
     for listener in _log.listeners:
         listener.append(line)
@@ -131,11 +134,16 @@ NO_GRAPHS = "GGML_CUDA_DISABLE_GRAPHS"
 _ASKED_GRAPHS = "STOKER_CUDA_GRAPHS"
 
 
+_starting = threading.RLock()
+"""Held while the library and the devices' drivers start: a thread begins that before they are asked for."""
+
+
 @cache
 def start() -> None:
     """Start the native library; the second call does nothing."""
-    llama.llama_log_set(_receive_native, None)
-    llama.llama_backend_init()
+    with _starting:
+        llama.llama_log_set(_receive_native, None)
+        llama.llama_backend_init()
 
 
 @cache
@@ -244,8 +252,9 @@ def sum_by_device(*parts: Mapping[str, Mapping[str, int]]) -> dict[str, dict[str
 
 @cache
 def accelerators() -> tuple[Device, ...]:
-    """What the library can compute on beside the CPU."""
-    return tuple(_device(index, *found) for index, found in enumerate(_native_devices()))
+    """What the library can compute on beside the CPU; the first call starts the devices' drivers."""
+    with _starting:
+        return tuple(_device(index, *found) for index, found in enumerate(_native_devices()))
 
 
 def devices() -> tuple[Device, ...]:

@@ -27,8 +27,10 @@ from stoker.backends.llama.batch import (
 )
 from stoker.backends.llama.binding import buffer_bytes, capture_log, llama, settle_graphs
 from stoker.backends.llama.cells import DecodeRows, DevicePool, OrderedPool, Pool, Streams
+from stoker.backends.llama.graph.abort import AbortFlag
 from stoker.backends.llama.graph.draws import open_draws
 from stoker.backends.llama.shortage import load_error
+from stoker.backends.llama.vision.places import PicturePlaces
 from stoker.backends.protocol.backend import (
     NO_CANDIDATES,
     BatchPlan,
@@ -38,7 +40,13 @@ from stoker.backends.protocol.backend import (
     PlanItem,
 )
 from stoker.backends.protocol.vision import embeddings_of
-from stoker.errors import PoolFullError, StepFailedError, StepMemoryError, UnsupportedError
+from stoker.errors import (
+    PoolFullError,
+    StepAbortedError,
+    StepFailedError,
+    StepMemoryError,
+    UnsupportedError,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -57,6 +65,7 @@ _log = logging.getLogger(__name__)
 CELL_ROUNDING = 256
 """The library rounds the cells of a pool, and of each stream, up to a multiple of this."""
 _NO_MEMORY = -2  # llama_decode: a graph could not be given memory
+_ABORTED = 2  # llama_decode: its abort callback said so; only the tokens of the last n_ubatch were taken back
 _NO_CELLS = 1  # llama_decode: could not find a KV slot for the batch
 _FLASH_ATTENTION_AUTO = -1
 _FLASH_ATTENTION_OFF = 0
@@ -151,7 +160,9 @@ class LlamaContext:
         num_cells: tokens that all may hold together.
         n_batch, n_ubatch: tokens of a step, and of those that are computed at once.
         with_initial_state: sequences that began from a state put there, and not from the model's own.
+        places: where pictures lie that are not computed as text is.
         draws: finds the largest logits of rows; None: rows are read whole.
+        abort_flag: ends a step; None: devices compute steps, which cannot be ended.
 
     Raises:
         InsufficientMemoryError: there is too little memory for it.
@@ -164,6 +175,7 @@ class LlamaContext:
         self._sets: dict[int, AdapterSet] = {}
         self._current = NONE
         self._pictures: dict[int, tuple[Placed, ...]] = {}
+        self.places = PicturePlaces()
         self._embeddings: EmbeddingBatch | None = None
         self.num_sequences = options.num_sequences
         self.num_threads = options.num_threads
@@ -182,6 +194,9 @@ class LlamaContext:
             what = f"a context of {options.num_cells} cells for {model.path.name}"
             raise load_error(what, lines, model.devices, num_cells=options.num_cells)
         self.handle: int | None = handle
+        self.abort_flag = None if model.devices else AbortFlag()
+        if self.abort_flag is not None:
+            self.abort_flag.attach_to(handle)
         self.has_streams, self.is_off_host = options.has_streams, options.is_off_host
         self.is_in_order = options.keeps_order or options.has_streams
         self.capacity: int = llama.llama_n_ctx_seq(handle)
@@ -238,8 +253,17 @@ class LlamaContext:
         self.lengths.check(plan)
         if (rows := self._decode_rows(plan)) is not None:
             return self._launch_rows(plan, rows)
-        self._check_pictures(plan)
-        cut = passes(plan, self._sets, self._current, self._cells.prepare(plan), self._max_rows)
+        native = plan
+        is_pictured = bool(self._pictures) or bool(self.places) or plan.has_pictures
+        if is_pictured:
+            self._check_pictures(plan)
+            native = self.places.laid_out(plan, self._pictures)
+            if not native.items:  # of pictures that are computed with their last tokens
+                self.lengths.advance(plan)
+                return self._parts(plan).computed()
+        cut = passes(native, self._sets, self._current, self._cells.prepare(native), self._max_rows)
+        if is_pictured:
+            cut = [part for each in cut for part in self.places.apart(each)]
         if len(cut) > 1:
             return self._step_in_passes(plan, cut)
         self._compute(cut[0])
@@ -312,21 +336,45 @@ class LlamaContext:
         draws = self.draws
         if draws is not None:
             draws.prepare(self._handle, each.plan.items, self._cells.natives)
-        code = llama.llama_decode(self.handle, self._laid_out(each))
+        if each.is_pictured and self.places.has(each.plan.items[0]):
+            code = self._decode_picture(each.plan.items[0])
+        else:
+            code = llama.llama_decode(self.handle, self._laid_out(each))
         if code != 0 or (draws is not None and draws.error is not None):
             self._undo(each.plan, code)
         self._cells.computed(each.plan)
+        for item in each.plan.items if each.is_pictured else ():
+            self.places.computed(item)
+
+    def _decode_picture(self, item: PlanItem) -> int:
+        """Native calls for the tokens of a picture that has a place; the return code of the last."""
+        code = 0
+        for call in self.places.calls(item, self._pictures[item.seq], self.n_batch):
+            assert not call.is_mutual or len(call.embeddings) <= self.n_ubatch, f"in calls of {self.n_ubatch}"
+            self._embedding_batch.fill_grid(call, self._cells.natives)
+            llama.llama_set_causal_attn(self.handle, not call.is_mutual)
+            try:
+                code = llama.llama_decode(self.handle, self._embedding_batch.native)
+            finally:
+                llama.llama_set_causal_attn(self.handle, True)
+            if code != 0:
+                break
+        return code
+
+    @property
+    def _embedding_batch(self) -> EmbeddingBatch:
+        if self._embeddings is None:  # most contexts never need one
+            self._embeddings = EmbeddingBatch(self.n_batch, self._model.n_embd_inp, self._first_position)
+        return self._embeddings
 
     def _laid_out(self, each: Pass) -> object:
         """The pass as the native library takes it."""
         if not each.is_pictured:
             self._batch.fill(self._cells.padded(each.plan, self.n_batch), self._cells.natives)
             return self._batch.native
-        if self._embeddings is None:  # most contexts never need one
-            self._embeddings = EmbeddingBatch(self.n_batch, self._model.n_embd, self._first_position)
         rows = [embeddings_of(item, self._pictures.get(item.seq, ())) for item in each.plan.items]
-        self._embeddings.fill(each.plan, rows, self._cells.natives)
-        return self._embeddings.native
+        self._embedding_batch.fill(each.plan, rows, self._cells.natives)
+        return self._embedding_batch.native
 
     def see(self, seq: int, pictures: tuple[Placed, ...]) -> None:
         """Where the sequence's tokens are numbers of these images, compute their embeddings."""
@@ -372,7 +420,8 @@ class LlamaContext:
         assert 0 < length <= self.lengths[src], f"{length} of {self.lengths[src]} tokens to share"
         if not self._model.keeps_every_cell:
             raise UnsupportedError(f"{self._model.description} keeps a state that cannot be shared")
-        self._cells.fork(src, dst, length)
+        if native := self.places.fork(src, dst, length):
+            self._cells.fork(src, dst, native)
         self.lengths[dst] = length
 
     def trim(self, seq: int, length: int) -> None:
@@ -387,18 +436,20 @@ class LlamaContext:
             raise UnsupportedError(
                 f"{self._model.description} cannot go back from {held} to {length} tokens, only to none"
             )
-        self._cells.remove(seq, length)
+        self._cells.remove(seq, self.places.trim(seq, length))
         self.lengths[seq] = length
 
     def drop(self, seq: int) -> None:
         """Forget the sequence and free its cells, also such as a failed import may have left."""
         self._cells.remove(seq, 0)
+        self.places.drop(seq)
         self.with_initial_state.discard(seq)
         self.lengths[seq] = 0
 
     def export_s(self, seq: int) -> float:
         """Seconds that reading the sequence's state takes, about."""
-        return self._cells.export_s(seq, self.lengths[seq]) if self.lengths[seq] else 0.0
+        length = self.places.native(seq, self.lengths[seq])
+        return self._cells.export_s(seq, length) if length else 0.0
 
     def read_state(self, seq: int, num_before: int = 0) -> Bytes:
         """llama.cpp's own bytes of a sequence in a pool, after `num_before` bytes for the caller."""
@@ -415,7 +466,7 @@ class LlamaContext:
             raise PoolFullError(
                 f"no cells for the {num_tokens} tokens of a saved state", num_tokens=num_tokens
             )
-        self._cells.received(seq, num_tokens)
+        self._cells.received(seq, self.places.native(seq, num_tokens))
         self.lengths[seq] = num_tokens
 
     def arrange(self, plan: BatchPlan) -> Sequence[int]:
@@ -488,6 +539,8 @@ class LlamaContext:
                 num_tokens=plan.num_tokens,
                 num_cells=self.num_cells,
             )
+        if code == _ABORTED:
+            raise StepAbortedError(f"a step of {plan.num_tokens} tokens was ended")
         kind = StepMemoryError if code == _NO_MEMORY else StepFailedError
         raise kind(
             f"llama_decode returned {code} for {plan.num_tokens} tokens of {len(plan.items)} sequences",
@@ -495,10 +548,11 @@ class LlamaContext:
         )
 
     def _take_back(self, plan: BatchPlan) -> None:
-        """Remove the plan's tokens from their sequences."""
+        """Remove the tokens of a plan, which is by native positions, from their sequences."""
         for item in plan.items:
             is_begun = item.start > 0 or item.seq in self.with_initial_state
             self._cells.remove(item.seq, item.start + self._first_position if is_begun else 0)
+            self.places.taken_back(item)
 
 
 @dataclass(slots=True)

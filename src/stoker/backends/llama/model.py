@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 _TEXT_BYTES = 4096
+_GRID_ROPE_TYPES = (8, 40)  # LLAMA_ROPE_TYPE_MROPE, LLAMA_ROPE_TYPE_IMROPE
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,10 +96,11 @@ class LlamaModel:
             self._refuse_foreign_kinds()
             self.vocabulary = LlamaVocabulary(self.handle)
         except BaseException:
-            self.close()
+            llama.llama_model_free(self.handle)
             raise
         self.description = self._text(llama.llama_model_desc)
         self.n_embd: int = llama.llama_model_n_embd(self.handle)
+        self.n_embd_inp: int = llama.llama_model_n_embd_inp(self.handle)
         self.n_ctx_train: int = llama.llama_model_n_ctx_train(self.handle)
         self.num_layers: int = llama.llama_model_n_layer(self.handle)
         self.num_params: int = llama.llama_model_n_params(self.handle)
@@ -113,6 +115,11 @@ class LlamaModel:
     def keeps_every_cell(self) -> bool:
         """Whether any prefix of a sequence can be had back: no recurrent state, no sliding window."""
         return not (self.is_recurrent or self.is_hybrid or llama.llama_model_n_swa(self.handle) > 0)
+
+    @property
+    def has_grids(self) -> bool:
+        """Whether an image's tokens have positions in more than one dimension (M-RoPE)."""
+        return llama.llama_model_rope_type(self.handle) in _GRID_ROPE_TYPES
 
     @property
     def has_encoder(self) -> bool:
@@ -145,6 +152,7 @@ class LlamaModel:
     def close(self) -> None:
         """Free the weights; idempotent."""
         if self.handle is not None:
+            self.vocabulary.close()
             llama.llama_model_free(self.handle)
             self.handle = None
 

@@ -69,17 +69,58 @@ class BatchPlan(msgspec.Struct, frozen=True):
         """Rows of logits the step computes."""
         return sum([item.num_logits for item in self.items])
 
+    @property
+    def has_pictures(self) -> bool:
+        """Whether any item is of an image's tokens, which are below 0."""
+        for item in self.items:  # noqa: SIM110 - asked each step, without a generator
+            if item.tokens[0] < 0:
+                return True
+        return False
+
+
+class Grid(msgspec.Struct, frozen=True):
+    """Positions of an image's tokens in four dimensions (M-RoPE), beside that of its first (SPEC V6).
+
+    Attributes:
+        num_positions: how far the text after it is from its first token.
+        offsets: int32 (4, num_tokens): time, height, width, and one of no use.
+    """
+
+    num_positions: int
+    offsets: bytes
+
+
+class PicturePart(msgspec.Struct, frozen=True):
+    """An image, or a part of one, among the tokens of a prompt.
+
+    Attributes:
+        num_tokens: its embeddings.
+        grid: where its tokens lie; None: one after the other, as those of text.
+        is_mutual: its tokens see each other in both directions, so all are computed in one call (SPEC V7).
+    """
+
+    num_tokens: int
+    grid: Grid | None = None
+    is_mutual: bool = False
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether its tokens are computed as those of text are."""
+        return self.grid is None and not self.is_mutual
+
 
 class Placed(msgspec.Struct, frozen=True, eq=False):
     """An image's place in a sequence: its embeddings stand where tokens would (SPEC V3).
 
     Attributes:
-        start: position of the first of them.
+        start: tokens of the sequence before it.
         embeddings: float32 (num_tokens, n_embd).
+        part: what they are of; empty: of an image whose tokens are computed as those of text are.
     """
 
     start: int
     embeddings: Rows
+    part: PicturePart = PicturePart(0)
 
 
 class Conditioning(msgspec.Struct, frozen=True, kw_only=True):
@@ -119,7 +160,8 @@ class Capabilities:
     key type or attention. `state_layout` names the tensors of a recurrent model's state with their shapes
     (SPEC K5); it is empty where there is no such state. `decoder_start` is the token that the decoder of an
     encoder-decoder begins with; None: it is none. `adapters` are name and fingerprint of each LoRA adapter.
-    `pairing` says how the model stands with its projector (SPEC V1), as in `ModelInfo`.
+    `pairing` says how the model stands with its projector (SPEC V1), `hears_hz` at how many samples a second
+    it takes recordings (SPEC V9), both as in `ModelInfo`.
     `is_async`: `launch` returns while the device still computes. `trial_token_s` is what a token took in a
     trial of where it lies now; 0: that was not measured. `is_repeatable` is as in `ModelInfo`;
     `repeatable_cost` how much longer a step takes for it as a trial has measured it, 0.15 being 15 %, and
@@ -146,6 +188,7 @@ class Capabilities:
     can_trim: bool
     can_fork: bool
     has_vision: bool = False
+    hears_hz: int = 0
     pairing: str = ""
     computes_on_cpu: bool = False
     is_async: bool = False
@@ -304,6 +347,7 @@ class Backend(Protocol):
         Raises:
             PoolFullError: no cells for these tokens; nothing changed.
             StepFailedError: the native decode failed; nothing changed.
+            StepAbortedError: `StepAbort` has ended it; nothing changed.
         """
         ...
 

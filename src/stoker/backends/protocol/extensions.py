@@ -137,6 +137,18 @@ class Threads(Protocol):
         ...
 
 
+class StepAbort(Protocol):
+    """Steps that end before they are over, told so by any thread (SPEC Q27)."""
+
+    def abort_step(self) -> None:
+        """End the step under way, or the next one, with StepAbortedError; idempotent, from any thread."""
+        ...
+
+    def allow_steps(self) -> None:
+        """Compute steps to their ends again."""
+        ...
+
+
 class Compaction(Protocol):
     """Cells whose places decide what a step costs, or its last bits."""
 
@@ -197,6 +209,7 @@ class Extensions:
     vision: Vision | None = None
     drafter: Drafter | None = None
     threads: Threads | None = None
+    aborts: StepAbort | None = None
     compaction: Compaction | None = None
     scratch: Scratch | None = None
     devices: OnDevices | None = None

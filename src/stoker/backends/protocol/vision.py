@@ -1,23 +1,24 @@
-"""Vision: a projector that makes embeddings of images for its model (SPEC V1 to V3).
+"""Vision: a projector that makes embeddings of images, and of recordings, for its model (SPEC V1 to V3, V9).
 
-Encoding one image is long beside a step, so it is cut by time: the thread that drives the model grants it
-slices, and nothing of it is computed between them.
+What is said of an image holds for a recording. Encoding one is long beside a step, so it is cut by time: the
+thread that drives the model grants it slices, and nothing of it is computed between them.
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Protocol
 
+from stoker.backends.protocol.backend import PicturePart
 from stoker.errors import StepFailedError
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from stoker.backends.protocol.backend import Placed, PlanItem, Rows
-    from stoker.ipc.request import Picture
+    from stoker.ipc.request import Medium
 
-Layout = tuple[tuple[int, ...] | int, ...]
-"""What an image takes of a prompt: token ids that go around it, and numbers of embeddings."""
+Layout = tuple[tuple[int, ...] | PicturePart, ...]
+"""What an image takes of a prompt: token ids that go around it, and its embeddings in one or more parts."""
 
 
 class Encoding(Protocol):
@@ -48,15 +49,17 @@ class Vision(Protocol):
         """Hexadecimal; differs between projectors that encode an image differently."""
         ...
 
-    def layout(self, picture: Picture) -> Layout:
-        """What stands for an image; computes nothing, safe to call from worker threads.
+    def layout(self, medium: Medium) -> Layout:
+        """What stands for an image; encodes nothing, safe to call from worker threads.
 
         Raises:
-            InvalidRequestError: the projector cannot take an image of this shape.
+            InvalidRequestError: the projector cannot take an image of this shape or a recording of this
+                length, or it becomes more tokens than can be computed where they have to be at once.
+            UnsupportedError: it takes no images, or no recordings.
         """
         ...
 
-    def begin(self, picture: Picture) -> Encoding:
+    def begin(self, medium: Medium) -> Encoding:
         """Encode an image, one at a time: not before the one before is done or cancelled."""
         ...
 
@@ -67,8 +70,14 @@ def embeddings_of(item: PlanItem, pictures: Iterable[Placed]) -> Rows:
     Raises:
         StepFailedError: there are no embeddings for its place.
     """
+    placed, end = placed_at(item, pictures), item.start + len(item.tokens)
+    return placed.embeddings[item.start - placed.start : end - placed.start]
+
+
+def placed_at(item: PlanItem, pictures: Iterable[Placed]) -> Placed:
+    """The image that all of an item's tokens are of; StepFailedError: there is none."""
     end = item.start + len(item.tokens)
     for placed in pictures:
         if placed.start <= item.start and end <= placed.start + len(placed.embeddings):
-            return placed.embeddings[item.start - placed.start : end - placed.start]
+            return placed
     raise StepFailedError(f"sequence {item.seq} has no embeddings for {item.start} to {end}", seq=item.seq)

@@ -1,15 +1,17 @@
 """The text of one tool call, read one character at a time: its name, and its arguments as they come.
 
-Owns the two written forms: a JSON object with a name and arguments, and a name, a marker and arguments.
+Owns the two forms whose arguments are JSON as written: an object with a name and arguments, and a name, a
+marker and arguments. `call_tags` and `call_literal` own those whose arguments become JSON.
 """
 
 from __future__ import annotations
 
 import json
 import re
+from abc import ABC, abstractmethod
 from collections.abc import Set as AbstractSet
 from enum import Enum, auto
-from typing import Never, Protocol
+from typing import Never
 
 from stoker.chat.json_scan import WHITE, JsonScanner, Step
 
@@ -17,35 +19,46 @@ MAX_NAME_CHARS = 256
 NO_ARGUMENTS = "{}"
 
 _ARGUMENTS = frozenset({"arguments", "parameters"})
-_KEYS = _ARGUMENTS | {"name", "type", "id"}
+_NAMES = frozenset({"name", "tool_name"})
+_KEYS = _ARGUMENTS | _NAMES | {"type", "id", "tool_call_id"}
 _FIRST_PRINTABLE = " "
-_NAME = re.compile(r"[A-Za-z0-9_.:/-]+")
+CALL_NAME = re.compile(rf"[A-Za-z0-9_.:/-]{{1,{MAX_NAME_CHARS}}}")
+_INDEX = re.compile(r":[0-9]+\Z")
 _CALL_ID = "[CALL_ID]"
 _MAX_HEAD_CHARS = MAX_NAME_CHARS + 128
 
 
-class CallText(Protocol):
-    """Reads one call."""
+class CallText(ABC):
+    """Reads one call, a character at a time.
 
-    name: str  # empty until it is known
+    Attributes:
+        name: of the tool; empty until it is known.
+    """
+
+    def __init__(self) -> None:
+        self.name = ""
+        self._out: list[str] = []  # JSON of the arguments that nobody has taken yet
+        self._is_complete = False
 
     @property
     def has_begun(self) -> bool:
-        """Whether the name is known and arguments have come."""
-        ...
+        """Whether the name is known and arguments may follow."""
+        return bool(self.name)
 
     @property
     def is_complete(self) -> bool:
         """Whether the arguments are whole, even if what should follow them is missing."""
-        ...
+        return self._is_complete
 
+    @abstractmethod
     def push(self, char: str) -> Step:
-        """Take one character; nothing may follow LAST, PAST or WRONG."""
-        ...
+        """Read one character; nothing may follow LAST, PAST or WRONG."""
 
     def take(self) -> str:
-        """Text of the arguments that has come since this was asked last."""
-        ...
+        """Return the JSON of the arguments read since the last call of this method."""
+        text = "".join(self._out)
+        self._out.clear()
+        return text
 
 
 class _Awaited(Enum):
@@ -62,7 +75,7 @@ class _Awaited(Enum):
 _AFTER = {_Awaited.OPEN: ("{", _Awaited.KEY_OR_END), _Awaited.COLON: (":", _Awaited.VALUE)}
 
 
-class CallObject:
+class CallObject(CallText):
     """`{"name": ..., "arguments": {...}}`, keys in any order; both known keys of the arguments are taken.
 
     Arguments written as a JSON string, as null or not at all are read as what they stand for.
@@ -73,7 +86,7 @@ class CallObject:
     """
 
     def __init__(self, names: AbstractSet[str] | None = None) -> None:
-        self.name = ""
+        super().__init__()
         self._names = names
         self._want = _Awaited.OPEN
         self._scanner = JsonScanner()
@@ -81,7 +94,6 @@ class CallObject:
         self._text: list[str] = []  # of the key or value being read
         self._streams = False  # its characters go out as they come
         self._arguments: str | None = None  # whole, or what waits for the name
-        self._out: list[str] = []
         self._has_begun = False
 
     def __repr__(self) -> str:
@@ -96,12 +108,6 @@ class CallObject:
     def is_complete(self) -> bool:
         """Whether name and arguments are whole, even if the last brace is missing."""
         return self._has_begun and self._arguments is not None
-
-    def take(self) -> str:
-        """Text of the arguments that has come since this was asked last."""
-        text = "".join(self._out)
-        self._out.clear()
-        return text
 
     def push(self, char: str) -> Step:
         """Take one character. A complete call that goes on wrong ends before that character."""
@@ -149,7 +155,7 @@ class CallObject:
 
     def _begin_value(self, char: str) -> Step:
         is_arguments = self._key in _ARGUMENTS
-        if (is_arguments and self._arguments is not None) or (self._key == "name" and self.name):
+        if (is_arguments and self._arguments is not None) or (self._key in _NAMES and self.name):
             return Step.WRONG  # twice
         self._streams = is_arguments and char == "{" and bool(self.name)
         step = self._begin_text(char)
@@ -160,7 +166,7 @@ class CallObject:
         return step
 
     def _in_value(self, char: str) -> Step:
-        spelled = _escaped(char) if self._scanner.is_in_string else char
+        spelled = escaped(char) if self._scanner.is_in_string else char
         step = self._scanner.push(char)
         if step in {Step.MORE, Step.LAST}:
             (self._out if self._streams else self._text).append(spelled)
@@ -175,7 +181,7 @@ class CallObject:
         """Take in the value of the key; whether a call may have it."""
         if self._streams:
             self._arguments = ""
-        elif self._key == "name":
+        elif self._key in _NAMES:
             return self._take_name()
         elif self._key in _ARGUMENTS:
             arguments = _arguments_of("".join(self._text))
@@ -210,20 +216,22 @@ class CallObject:
         return Step.LAST
 
 
-class MarkedCall:
+class MarkedCall(CallText):
     """`name[ARGS]{...}`, perhaps with `[CALL_ID]...` behind the name.
 
     Args:
         marker: the text between the name and the arguments.
+        prefix: what may stand before the name and is not part of it; the name then may have an index behind
+            it, as in `functions.look:0`.
     """
 
-    def __init__(self, marker: str) -> None:
-        self.name = ""
+    def __init__(self, marker: str, prefix: str = "") -> None:
+        super().__init__()
         self._marker = marker
+        self._prefix = prefix
+        self._allowed = frozenset(f"[]{WHITE}{marker}{prefix}")
         self._head = ""
         self._scanner: JsonScanner | None = None
-        self._out: list[str] = []
-        self._is_complete = False
 
     def __repr__(self) -> str:
         return f"MarkedCall({self.name or self._head!r})"
@@ -233,22 +241,11 @@ class MarkedCall:
         """Whether the name is known and arguments have come."""
         return self._scanner is not None
 
-    @property
-    def is_complete(self) -> bool:
-        """Whether the arguments are whole."""
-        return self._is_complete
-
-    def take(self) -> str:
-        """Text of the arguments that has come since this was asked last."""
-        text = "".join(self._out)
-        self._out.clear()
-        return text
-
     def push(self, char: str) -> Step:
         """Take one character."""
         if self._scanner is None:
             return self._in_head(char)
-        self._out.append(_escaped(char) if self._scanner.is_in_string else char)
+        self._out.append(escaped(char) if self._scanner.is_in_string else char)
         step = self._scanner.push(char)
         if step is Step.WRONG:
             self._out.pop()
@@ -260,11 +257,14 @@ class MarkedCall:
             return self._open_arguments(char)
         self._head += char
         if self._head.endswith(self._marker):
-            self.name = self._head.removesuffix(self._marker).split(_CALL_ID)[0].strip()
-            return Step.MORE if _NAME.fullmatch(self.name) else Step.WRONG
+            self.name = self._named(self._head.removesuffix(self._marker).split(_CALL_ID)[0].strip())
+            return Step.MORE if CALL_NAME.fullmatch(self.name) else Step.WRONG
         if len(self._head) > _MAX_HEAD_CHARS:
             return Step.WRONG
-        return Step.MORE if char in "[]" or char in WHITE or _NAME.match(char) else Step.WRONG
+        return Step.MORE if char in self._allowed or CALL_NAME.match(char) else Step.WRONG
+
+    def _named(self, head: str) -> str:
+        return _INDEX.sub("", head.removeprefix(self._prefix)) if self._prefix else head
 
     def _open_arguments(self, char: str) -> Step:
         if char in WHITE:
@@ -276,7 +276,7 @@ class MarkedCall:
         return self._scanner.push(char)
 
 
-def _escaped(char: str) -> str:
+def escaped(char: str) -> str:
     """A character of a string as JSON wants it; models write raw line breaks there."""
     return char if char >= _FIRST_PRINTABLE else json.dumps(char)[1:-1]
 

@@ -8,9 +8,11 @@ pieces changes nothing but how the events are cut.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable
+import re
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from enum import Enum, auto
+from functools import lru_cache
 
 from stoker.chat.answer_events import (
     CallArguments,
@@ -21,8 +23,10 @@ from stoker.chat.answer_events import (
     CallEvent,
 )
 from stoker.chat.json_scan import WHITE, Step
+from stoker.chat.tools.call_literal import LiteralCall
+from stoker.chat.tools.call_tags import TaggedCall, Texts
 from stoker.chat.tools.call_text import CallObject, CallText, MarkedCall
-from stoker.chat.tools.tools import ToolSyntax
+from stoker.chat.tools.syntax import CallBody, ToolSyntax
 
 _ID_DIGITS = 24
 _FENCE, _FENCE_END = "```json", "```"  # what many models write in place of their own tags
@@ -58,25 +62,33 @@ class _Inside(Enum):
 
 
 class _Reading:
-    """The text from an opener on: one call, or a list of them.
+    """The text from an opener on: one call, a list of them, or a section of them.
 
     Args:
         opening: where it begins.
         lead: text before the opener that goes with it.
-        marker: between a call's name and its arguments; empty: calls are JSON objects.
+        syntax: how the model writes calls.
+        texts: of each tool the arguments that may be text.
 
     Attributes:
         call: the call being read, or the last one.
     """
 
-    def __init__(self, opening: _Opening, lead: str, marker: str) -> None:
+    def __init__(self, opening: _Opening, lead: str, syntax: ToolSyntax, texts: Mapping[str, Texts]) -> None:
         self.call: CallText = CallObject()
         self._source = [lead, opening.opener]
         self._names = opening.names
-        self._closer = opening.closer
-        self._marker = marker
-        self._place = _Inside.HEAD
+        self._closers = opening.closers
+        self._syntax = syntax
+        self._texts = texts
+        self._is_section = bool(syntax.call_opener) and opening.opener != syntax.call_opener
+        is_call = bool(syntax.call_opener) and not self._is_section
+        self._place = _Inside.ITEM if is_call else _Inside.HEAD
         self._is_list = False
+        self._begun = ""  # of a mark between calls
+        marks = (syntax.call_closer, syntax.call_opener, *opening.closers)
+        self._marks = tuple(text for text in marks if text)
+        self._skipped = _BEHIND + ("`" if "`" in syntax.marker else "")
 
     @property
     def source(self) -> str:
@@ -112,14 +124,36 @@ class _Reading:
         return turn
 
     def _before_call(self, char: str) -> _Channel:
-        if char in WHITE:
+        if char in WHITE and not self._begun:
             return _Channel.MORE
-        if self._place is _Inside.HEAD and not self._marker and char == "[":
+        if self._place is _Inside.HEAD and not self._syntax.marker and char == "[":
             self._place, self._is_list = _Inside.ITEM, True
             return _Channel.MORE
+        is_object = char == "{" and not self._syntax.marker and self._place is _Inside.HEAD
+        if self._is_section and self._place is _Inside.HEAD and not is_object:
+            return self._in_call_opener(char)
         self._place = _Inside.CALL
-        self.call = MarkedCall(self._marker) if self._marker else CallObject(self._names)
+        self.call = self._begun_call(char)
         return self._in_call(char)
+
+    def _in_call_opener(self, char: str) -> _Channel:
+        self._begun += char
+        if self._begun == self._syntax.call_opener:
+            self._place, self._begun = _Inside.ITEM, ""
+        elif not self._syntax.call_opener.startswith(self._begun):
+            return _Channel.BROKEN
+        return _Channel.MORE
+
+    def _begun_call(self, char: str) -> CallText:
+        """What reads a call that begins with the character; models write JSON in place of their own form."""
+        syntax = self._syntax
+        if syntax.body is CallBody.MARKED:
+            return MarkedCall(syntax.marker, syntax.name_prefix)
+        if syntax.body is CallBody.TAGGED and syntax.tags is not None and char not in "{[":
+            return TaggedCall(syntax.tags, self._texts)
+        if syntax.body is CallBody.LITERAL and char not in "{[":
+            return LiteralCall(self._names, syntax.quote)
+        return CallObject(self._names)
 
     def _in_call(self, char: str) -> _Channel:
         step = self.call.push(char)
@@ -141,11 +175,20 @@ class _Reading:
         return _Channel.MORE if char in WHITE + "," else _Channel.LEFT
 
     def _in_tail(self, char: str) -> _Channel:
-        closer = self._closer
-        begun = (self.source + char).lstrip(_BEHIND)
-        if not closer or not closer.startswith(begun):
+        begun = (self._begun + char).lstrip(self._skipped)
+        if not any(mark.startswith(begun) for mark in self._marks):
             return _Channel.LEFT
-        return _Channel.CLOSED if begun == closer else _Channel.MORE
+        self._begun = begun
+        if not begun or begun not in self._marks:
+            return _Channel.MORE
+        if begun in self._closers:
+            return _Channel.CLOSED
+        self._begun = ""
+        if begun == self._syntax.call_opener:
+            self._place = _Inside.ITEM
+            return _Channel.MORE
+        self._source.clear()
+        return _Channel.PASSED
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,13 +198,13 @@ class _Opening:
     Attributes:
         at: index in the text.
         opener: what it begins with, before the call itself.
-        closer: what may follow the call.
+        closers: what may follow the call.
         names: the names it may have; None: any.
     """
 
     at: int
     opener: str
-    closer: str
+    closers: tuple[str, ...]
     names: frozenset[str] | None = None
 
 
@@ -173,16 +216,26 @@ class ToolCallParser:
         names: of the tools it may call; a call without its opener has to name one of them.
         seed: what the ids are made from, such as the answer's id.
         choice: index of the choice, for the ids.
+        texts: of each tool the arguments that may be text, as `call_tags.texts_of` finds them.
     """
 
-    def __init__(self, syntax: ToolSyntax, names: Iterable[str], seed: str, choice: int = 0) -> None:
+    def __init__(
+        self,
+        syntax: ToolSyntax,
+        names: Iterable[str],
+        seed: str,
+        choice: int = 0,
+        texts: Mapping[str, Texts] | None = None,
+    ) -> None:
         self.num_calls = 0
         """Calls that are whole."""
         self._syntax = syntax
         self._names = frozenset(names)
         self._seed = seed
         self._choice = choice
-        self._held = ""
+        self._texts = texts or {}
+        self._space: list[str] = []  # white space, or a gap, before what may follow
+        self._held = ""  # what may begin a call, behind that
         self._reading: _Reading | None = None
         self._index = -1  # of the last call announced
         self._is_announced = False  # the call being read
@@ -205,7 +258,7 @@ class ToolCallParser:
         """What was held back, when nothing can follow any more."""
         reading, self._reading = self._reading, None
         if reading is None:
-            held, self._held = self._held, ""
+            held, self._held = self._taken_space() + self._held, ""
             if not (self.num_calls and self._is_in_gap) or held.strip():
                 self._say(held)
         elif reading.is_complete:
@@ -223,42 +276,48 @@ class ToolCallParser:
     def _scan(self, text: str) -> str:
         """Look for a call in the text; returns what comes behind its opener."""
         buffer = self._held + text
-        found = self._opening(buffer)
-        if found is None:
-            end = len(buffer) - self._num_undecided(buffer)
-            self._held = self._deliver(buffer[:end]) + buffer[end:]
+        bare = buffer.lstrip(self._gap if self._is_in_gap else WHITE)
+        self._space.append(buffer[: len(buffer) - len(bare)])
+        self._held = ""
+        if not bare:
             return ""
-        lead, self._held = self._deliver(buffer[: found.at]), ""
-        self._reading = _Reading(found, lead, self._syntax.marker)
-        return buffer[found.at + len(found.opener) :]
+        found = self._opening(bare)
+        if found is None:
+            end = len(bare) - self._num_undecided(bare)
+            self._deliver(bare[:end])
+            self._held = bare[end:]
+            return ""
+        self._deliver(bare[: found.at])
+        self._reading = _Reading(found, self._taken_space(), self._syntax, self._texts)
+        return bare[found.at + len(found.opener) :]
 
-    def _opening(self, buffer: str) -> _Opening | None:
-        """Where a call begins; None: nowhere yet."""
-        opener, closer = self._syntax.opener, self._syntax.closer
-        start = len(buffer) - len(buffer.lstrip(self._gap))
-        rest = buffer[start:]
-        if self._is_in_gap and self._syntax.bare and rest and not opener.startswith(rest[: len(opener)]):
-            if rest[0] in self._syntax.bare:
-                return _Opening(start, "", closer, self._names)
-            if rest.startswith(_FENCE):
-                return _Opening(start, _FENCE, _FENCE_END, self._names)
-        at = buffer.find(opener)
-        return None if at < 0 else _Opening(at, opener, closer)
+    def _opening(self, text: str) -> _Opening | None:
+        """Where a call begins; None: nowhere yet. No white space begins the text."""
+        openers, closers = self._syntax.openers, self._syntax.closers
+        if self._is_in_gap and self._syntax.bare and not _may_begin(text, openers):
+            if text[0] in self._syntax.bare:
+                return _Opening(0, "", closers, self._names)
+            if text.startswith(_FENCE):
+                return _Opening(0, _FENCE, (_FENCE_END,), self._names)
+        found = _pattern(openers).search(text)
+        return None if found is None else _Opening(found.start(), found[0], closers)
 
-    def _num_undecided(self, buffer: str) -> int:
+    def _num_undecided(self, text: str) -> int:
         """Characters at the end of the text that may be the beginning of an opener."""
-        rest = buffer.lstrip(self._gap)
-        if self._is_in_gap and self._syntax.bare and rest and _FENCE.startswith(rest):
-            return len(rest)
-        return _overlap(buffer, self._syntax.opener)
+        if self._is_in_gap and self._syntax.bare and _FENCE.startswith(text):
+            return len(text)
+        return max(_overlap(text, opener) for opener in self._syntax.openers)
 
-    def _deliver(self, text: str) -> str:
-        """Deliver what can no longer be the gap before a call; returns the rest."""
-        if self._is_in_gap and not text.strip(self._gap):
-            return text
-        shown = text.rstrip(WHITE)
-        self._say(shown)
-        return text[len(shown) :]
+    def _deliver(self, text: str) -> None:
+        """Deliver text, with the white space before it; what ends it stays, as it may stand before a call."""
+        if shown := text.rstrip(WHITE):
+            self._say(self._taken_space() + shown)
+            self._space.append(text[len(shown) :])
+
+    def _taken_space(self) -> str:
+        space = "".join(self._space)
+        self._space.clear()
+        return space
 
     def _say(self, text: str) -> None:
         if not text:
@@ -317,6 +376,16 @@ class ToolCallParser:
         self._events.append(how(self._index, reading.source))
         self._is_announced = self._is_in_gap = False
         self._gap = WHITE
+
+
+@lru_cache(maxsize=64)
+def _pattern(openers: tuple[str, ...]) -> re.Pattern[str]:
+    return re.compile("|".join(map(re.escape, sorted(openers, key=len, reverse=True))))
+
+
+def _may_begin(text: str, openers: tuple[str, ...]) -> bool:
+    """Whether the text begins with an opener, or with the beginning of one where it is all there is."""
+    return any(opener.startswith(text[: len(opener)]) for opener in openers)
 
 
 def _overlap(text: str, opener: str) -> int:

@@ -1,6 +1,8 @@
 """Which texts are nothing but valid tool calls, as a grammar (SPEC D7).
 
-Owns the grammar of a forced answer. `stoker.grammar` compiles it and bounds its schemas.
+Owns the grammar of a forced answer, in the form that a format declares. Arguments are a JSON object of the
+tool's schema; those between tags are each held to the schema of their property, texts to what holds no
+closing tag. `stoker.grammar` compiles it and bounds its schemas.
 """
 
 from __future__ import annotations
@@ -10,7 +12,9 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from stoker.chat.tools.tools import ChoiceMode, Tool, ToolChoice, ToolSyntax
+from stoker.chat.tools.call_tags import texts_of
+from stoker.chat.tools.syntax import CallTags, ToolFormat
+from stoker.chat.tools.tools import ChoiceMode, Tool, ToolChoice
 from stoker.errors import InvalidRequestError
 
 MAX_FORCED_CALLS = 8  # a small model that is not made to stop would call until max_tokens cuts it short
@@ -24,19 +28,20 @@ _LAYOUT = {
     # No \uXXXX: a key spelled with one would escape what is said of its plain spelling.
     "json_allowed_escapes": 'nrbtf\\"',
 }
+_MAX_COUNTED_CHARS = 1000
 _COMPOSED = frozenset({"$ref", "allOf", "anyOf", "oneOf", "patternProperties", "unevaluatedProperties", "if"})
 
 
 def forced_calls(
-    syntax: ToolSyntax, tools: Sequence[Tool], choice: ToolChoice, max_calls: int = MAX_FORCED_CALLS
+    style: ToolFormat, tools: Sequence[Tool], choice: ToolChoice, max_calls: int = MAX_FORCED_CALLS
 ) -> tuple[str, str]:
     """The constraint that makes an answer of calls and nothing else, as (kind, source).
 
     The kind is `lark`: literal text around a JSON Schema for each tool's arguments (`%json`, as llguidance
-    reads it), so that references inside a schema keep their root. The text begins behind `syntax.prefill`.
+    reads it), so that references inside a schema keep their root. The text begins behind `style.prefill`.
 
     Args:
-        syntax: how the model writes calls.
+        style: how the model writes calls.
         tools: at least one.
         choice: required: one call or more of any of the tools; named: exactly one of that tool.
         max_calls: how many calls at most; 1: exactly one.
@@ -48,16 +53,16 @@ def forced_calls(
     if choice.mode is ChoiceMode.NAMED:
         tools, max_calls = [tool for tool in tools if tool.name == choice.name], 1
     assert tools, f"{choice} has no tool to call"
-    before, between, after = _around(syntax)
-    rules = [f"start: {_literal(before)}calls{_literal(after, is_last=True)}".rstrip()]
-    rest = f" ({_literal(between)}call){{0,{max_calls - 1}}}" if max_calls > 1 else ""
+    form = style.forced
+    rules = [f"start: {_literal(form.before)}calls{_literal(form.after, is_last=True)}".rstrip()]
+    rest = f" ({_literal(form.between)}call){{0,{max_calls - 1}}}" if max_calls > 1 else ""
     rules.append(f"calls: call{rest}")
     rules.append("call: " + " | ".join(f"call_{index}" for index in range(len(tools))))
     for index, tool in enumerate(tools):
-        head, tail = _call(syntax, tool.name)
+        head = form.head.replace("$name", tool.name)
         args = f"args_{index}_{_NO_RULE.sub('_', tool.name.lower())}"  # the name is for errors
-        rules.append(f"call_{index}: {_literal(head)}{args}{_literal(tail, is_last=True)}".rstrip())
-        rules.append(f"{args}: %json {json.dumps(_closed(tool.parameters), ensure_ascii=False)}")
+        rules.append(f"call_{index}: {_literal(head)}{args}{_literal(form.tail, is_last=True)}".rstrip())
+        rules += _arguments(args, tool.parameters, style.syntax.tags)
     source = "\n".join(rules) + "\n"
     if (size := len(source.encode("utf-8", "replace"))) > MAX_GRAMMAR_BYTES:
         text = f"the tools that may be forced have {size} bytes, at most {MAX_GRAMMAR_BYTES} are taken"
@@ -65,30 +70,52 @@ def forced_calls(
     return "lark", source
 
 
-def _around(syntax: ToolSyntax) -> tuple[str, str, str]:
-    """Text before all calls, between two of them, and after all."""
-    if syntax.is_list:
-        return "[", ", ", "]"
-    if syntax.closer:
-        return "", "\n", ""
-    return "", f"{syntax.separator} " if syntax.separator else "", ""
+def _arguments(rule: str, schema: Mapping[str, Any], tags: CallTags | None) -> list[str]:
+    if tags is None:
+        return [f"{rule}: %json {json.dumps(_closed(schema), ensure_ascii=False)}"]
+    texts = texts_of(schema)
+    properties, required = schema.get("properties") or {}, schema.get("required") or ()
+    kept = {key: schema[key] for key in ("$defs", "definitions") if key in schema}
+    names, rules = [], []
+    for index, (name, one) in enumerate(properties.items()):
+        part = f"{rule}_{index}"
+        names.append(part if name in required else f"{part}?")
+        before, after = tags.before(name, is_text=name in texts), tags.after
+        if name in texts and not (isinstance(one, Mapping) and "enum" in one):
+            rules.append(f'{part}: {_literal(before)}{part}_text "\\n"')
+            rules.append(f"{part}_text[suffix={_quoted(after)}]: /(?s:.{_length(one)})/")
+            continue
+        rules.append(f'{part}: {_literal(before)}{part}_value {_quoted(after)} "\\n"')
+        rules.append(f"{part}_value: {_value(one, kept)}")
+    return [f"{rule}: {' '.join(names)}" if names else f'{rule}: ""', *rules]
 
 
-def _call(syntax: ToolSyntax, name: str) -> tuple[str, str]:
-    """Text before and after the arguments of a call."""
-    if syntax.marker:
-        return f"{syntax.opener}{name}{syntax.marker}", ""
-    head = f'{{"name": {json.dumps(name)}, {json.dumps(syntax.arguments_key)}: '
-    if syntax.closer:
-        return f"{syntax.opener}\n{head}", f"}}\n{syntax.closer}"
-    return head, "}"
+def _length(schema: Any) -> str:
+    """How many characters a text may have, as in a regular expression; large bounds are left out."""
+    given = schema if isinstance(schema, Mapping) else {}
+    least, most = (given.get(name) for name in ("minLength", "maxLength"))
+    least = least if isinstance(least, int) and 0 < least <= _MAX_COUNTED_CHARS else 0
+    most = most if isinstance(most, int) and least <= most <= _MAX_COUNTED_CHARS else ""
+    return f"{{{least},{most}}}" if least or most != "" else "*"
+
+
+def _value(schema: Any, kept: Mapping[str, Any]) -> str:
+    """What stands between the tags of one argument: one of a few, or JSON."""
+    given = schema if isinstance(schema, Mapping) else {}
+    if given.get("enum"):
+        return " | ".join(_quoted(one if isinstance(one, str) else json.dumps(one)) for one in given["enum"])
+    return f"%json {json.dumps({**kept, **given, 'x-guidance': _LAYOUT}, ensure_ascii=False)}"
 
 
 def _literal(text: str, *, is_last: bool = False) -> str:
     """The text as a terminal with the space that keeps it apart; nothing for no text."""
     if not text:
         return ""
-    return f" {json.dumps(text)}" if is_last else f"{json.dumps(text)} "
+    return f" {_quoted(text)}" if is_last else f"{_quoted(text)} "
+
+
+def _quoted(text: str) -> str:
+    return json.dumps(text, ensure_ascii=False)
 
 
 def _closed(schema: Mapping[str, Any]) -> dict[str, Any]:

@@ -9,15 +9,16 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from stoker.chat.tools.tools import LLAMA3, MISTRAL, MISTRAL_ARGS, Tool, ToolSyntax
+from stoker.chat.tools.syntax import History, ToolFormat
+from stoker.chat.tools.tools import Tool
 from stoker.chat.turns import text_of
-from stoker.errors import InvalidRequestError
 
 MAX_CALLS = 128
+"""Of one turn; one with more of them is shown to the model as text."""
 
 _MISTRAL_ID = re.compile(r"[A-Za-z0-9]{9}")
 _MISTRAL_ID_CHARS = 9
@@ -42,61 +43,95 @@ For each function call, return a json object with function name and arguments wi
 
 @dataclass(frozen=True, slots=True)
 class TemplateInput:
-    """What a template is given: its variables `messages` and `tools`."""
+    """What a template is given: its variables `messages` and `tools`.
+
+    Attributes:
+        num_spelled: turns whose calls are malformed; they are in `messages` as text.
+    """
 
     messages: list[dict[str, Any]]
     tools: list[dict[str, Any]] | None
+    num_spelled: int = 0
 
 
 def template_input(
     messages: Sequence[Mapping[str, Any]],
     tools: Sequence[Tool],
-    syntax: ToolSyntax,
+    style: ToolFormat,
     template: str | None = None,
 ) -> TemplateInput:
     """The conversation for a template of this family.
 
+    A call that is malformed, as models write some, ends no conversation: its turn and its results are text.
+
     Args:
         messages: in OpenAI's form; contents as text or parts.
         tools: those that the model is shown; none where it may not call any.
-        syntax: the template's family.
+        style: the format of calls, which the template has to be given its own way.
         template: its source, to see whether it takes a system turn.
-
-    Raises:
-        InvalidRequestError: a call in the history is malformed; `param` names it.
     """
-    turns = [_checked_turn(message, f"messages.{index}") for index, message in enumerate(messages)]
-    if syntax.is_native:
-        turns = _native(turns, syntax)
-        return TemplateInput(turns, [tool.to_template() for tool in tools] or None)
-    turns = list(_plain(turns))
+    turns = [_checked_turn(message) for message in messages]
+    malformed = _malformed(turns)
+    num_spelled = sum(turns[index]["role"] != "tool" for index in malformed)
+    if style.is_native:
+        spelled = malformed | (set() if _reads_calls(template) else _with_calls(turns))
+        turns = _native(list(_plain(turns, spelled, style)), style.history)
+        if tools and style.history.tools_in_system:
+            _tell_system(turns, tools)
+        return TemplateInput(turns, [tool.to_template() for tool in tools] or None, num_spelled)
+    turns = list(_plain(turns, range(len(turns)), style))
     if tools:
-        _introduce(turns, tools, has_system=not (template and _NO_SYSTEM.search(template)))
-    return TemplateInput(turns, None)
+        has_system = not (template and _NO_SYSTEM.search(template))
+        _introduce(turns, tools, style.introduction or _INTRODUCTION, has_system=has_system)
+    return TemplateInput(turns, None, num_spelled)
+
+
+def _reads_calls(template: str | None) -> bool:
+    """Whether it writes the calls of old turns out: Phi-4's writes contents alone."""
+    return template is None or "tool_calls" in template
+
+
+def _with_calls(turns: Sequence[Mapping[str, Any]]) -> set[int]:
+    return {index for index, turn in enumerate(turns) if turn.get("tool_calls")}
 
 
 # ------------------------------------------------------------ OpenAI's form, checked
 
 
-def _checked_turn(message: Mapping[str, Any], where: str) -> dict[str, Any]:
+def _checked_turn(message: Mapping[str, Any]) -> dict[str, Any]:
+    """The turn; a call that is malformed is text in it."""
     turn = {name: value for name, value in message.items() if name != "tool_calls"}
     calls = message.get("tool_calls")
     if not calls:
         return turn
-    where = f"{where}.tool_calls"
-    if not isinstance(calls, list) or len(calls) > MAX_CALLS:
-        raise InvalidRequestError(f"{where} is not a list of at most {MAX_CALLS} calls", param=where)
-    turn["tool_calls"] = [_checked_call(call, f"{where}.{index}") for index, call in enumerate(calls)]
+    if not isinstance(calls, list):
+        turn["tool_calls"] = [_raw(calls)]
+    elif len(calls) > MAX_CALLS:
+        turn["tool_calls"] = [_raw(call) for call in calls]
+    else:
+        turn["tool_calls"] = [_checked_call(call) for call in calls]
     turn["content"] = turn.get("content") or ""
     return turn
 
 
-def _checked_call(call: Any, where: str) -> dict[str, Any]:
+def _malformed(turns: Sequence[Mapping[str, Any]]) -> set[int]:
+    """Indexes of the turns with a malformed call, and of the results behind each."""
+    found: set[int] = set()
+    for index, turn in enumerate(turns):
+        has_text = any(isinstance(call, str) for call in turn.get("tool_calls", ()))
+        if has_text or (turn["role"] == "tool" and index - 1 in found):
+            found.add(index)
+    return found
+
+
+def _checked_call(call: Any) -> dict[str, Any] | str:
     function = call.get("function") if isinstance(call, Mapping) else None
     name = function.get("name") if isinstance(function, Mapping) else None
     if not isinstance(call, Mapping) or not isinstance(function, Mapping) or not isinstance(name, str):
-        raise InvalidRequestError(f"{where} is not a call of a function with a name", param=where)
-    arguments = _object(function.get("arguments"), f"{where}.function.arguments")
+        return _raw(call)
+    arguments = _object(function.get("arguments"))
+    if arguments is None:
+        return _raw(call)
     own_id = call.get("id")
     return {
         "id": own_id if isinstance(own_id, str) else "",
@@ -105,8 +140,16 @@ def _checked_call(call: Any, where: str) -> dict[str, Any]:
     }
 
 
-def _object(arguments: Any, where: str) -> dict[str, Any]:
-    """Arguments as an object; the API carries them as text."""
+def _raw(call: Any) -> str:
+    """A call as its model wrote it, as far as that is known."""
+    function = call.get("function") if isinstance(call, Mapping) else None
+    if isinstance(function, Mapping) and isinstance(arguments := function.get("arguments"), str):
+        return f'{{"name": {_json(function.get("name"))}, "arguments": {arguments}}}'
+    return call if isinstance(call, str) else _json(call if function is None else function)
+
+
+def _object(arguments: Any) -> dict[str, Any] | None:
+    """Arguments as an object, which the API carries as text; None: they are none."""
     if arguments is None or arguments == "":
         return {}
     value = arguments
@@ -115,21 +158,36 @@ def _object(arguments: Any, where: str) -> dict[str, Any]:
             value = json.loads(arguments)
         except (ValueError, RecursionError):
             value = None
-    if not isinstance(value, dict):
-        raise InvalidRequestError(f"{where} is not a JSON object", param=where)
-    return value
+    return value if isinstance(value, dict) else None
 
 
 # ------------------------------------------------------------ templates that know tools
 
 
-def _native(turns: list[dict[str, Any]], syntax: ToolSyntax) -> list[dict[str, Any]]:
+def _native(turns: list[dict[str, Any]], wanted: History) -> list[dict[str, Any]]:
     _name_results(turns)
-    if syntax is LLAMA3:
-        return _one_call_a_turn(turns)
-    if syntax in {MISTRAL, MISTRAL_ARGS}:
+    if wanted.has_short_ids:
         _shorten_ids(turns)
-    return turns
+    for turn in turns:
+        _place_thought(turn, wanted)
+    return _one_call_a_turn(turns) if wanted.has_one_call_a_turn else turns
+
+
+def _place_thought(turn: dict[str, Any], wanted: History) -> None:
+    """Put the reasoning where the template looks for it, and the text with it where both are refused."""
+    thought = turn.get(wanted.thought) or turn.get("reasoning_content")
+    if not thought:
+        return
+    if wanted.thought_or_text and turn.get("tool_calls") and (text := text_of(turn.get("content"))):
+        thought, turn["content"] = f"{thought}\n\n{text}", ""
+    turn[wanted.thought] = thought
+
+
+def _tell_system(turns: list[dict[str, Any]], tools: Sequence[Tool]) -> None:
+    """Put the tools, as JSON text, into the system's turn."""
+    if not turns or turns[0]["role"] != "system":
+        turns.insert(0, {"role": "system", "content": ""})
+    turns[0] = {**turns[0], "tools": _json([tool.to_template()["function"] for tool in tools])}
 
 
 def _name_results(turns: list[dict[str, Any]]) -> None:
@@ -157,7 +215,7 @@ def _short_id(own_id: str) -> str:
 
 
 def _one_call_a_turn(turns: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Llama 3's templates refuse a turn with several calls: each becomes a turn, its result behind it."""
+    """Where a template takes one call of a turn, each becomes a turn, its result behind it."""
     results = {
         turn["tool_call_id"]: turn for turn in turns if turn["role"] == "tool" and turn.get("tool_call_id")
     }
@@ -170,7 +228,8 @@ def _one_call_a_turn(turns: list[dict[str, Any]]) -> list[dict[str, Any]]:
                 split.append(turn)
             continue
         for index, call in enumerate(calls):
-            split.append({**turn, "content": "" if index else turn["content"], "tool_calls": [call]})
+            kept = {"role": turn["role"], "content": ""} if index else turn
+            split.append({**kept, "tool_calls": [call]})
             if call["id"] in results:
                 split.append(results[call["id"]])
                 moved.add(call["id"])
@@ -180,11 +239,13 @@ def _one_call_a_turn(turns: list[dict[str, Any]]) -> list[dict[str, Any]]:
 # ------------------------------------------------------------ templates that know none
 
 
-def _plain(turns: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
-    """Calls and results as text; results share a turn with what the user says behind them."""
+def _plain(
+    turns: Sequence[dict[str, Any]], spelled: Container[int], style: ToolFormat
+) -> Iterator[dict[str, Any]]:
+    """Calls and results of these turns as text; results share a turn with what the user says behind them."""
     results: list[str] = []
-    for turn in turns:
-        if turn["role"] == "tool":
+    for index, turn in enumerate(turns):
+        if turn["role"] == "tool" and index in spelled:
             results.append(f"<tool_response>\n{text_of(turn.get('content'))}\n</tool_response>")
             continue
         if results and turn["role"] == "user":
@@ -192,25 +253,42 @@ def _plain(turns: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
         else:
             if results:
                 yield {"role": "user", "content": "\n".join(results)}
-            yield _spelled(turn)
+            yield _spelled(turn, style) if index in spelled else turn
         results = []
     if results:
         yield {"role": "user", "content": "\n".join(results)}
 
 
-def _spelled(turn: dict[str, Any]) -> dict[str, Any]:
+def _spelled(turn: dict[str, Any], style: ToolFormat) -> dict[str, Any]:
     calls = turn.get("tool_calls")
     if not calls:
         return turn
-    written = [f"<tool_call>\n{_json(call['function'])}\n</tool_call>" for call in calls]
-    content = "\n".join([text for text in (text_of(turn["content"]),) if text] + written)
+    if any(isinstance(call, str) for call in calls):
+        texts = [call if isinstance(call, str) else _json(call["function"]) for call in calls]
+        written = "\n".join(f"<tool_call>\n{text}\n</tool_call>" for text in texts)
+    else:
+        written = _written([call["function"] for call in calls], style)
+    content = "\n".join(text for text in (text_of(turn["content"]), written) if text)
     return {name: value for name, value in turn.items() if name != "tool_calls"} | {"content": content}
 
 
-def _introduce(turns: list[dict[str, Any]], tools: Sequence[Tool], *, has_system: bool) -> None:
+def _written(functions: Sequence[Mapping[str, Any]], style: ToolFormat) -> str:
+    """Calls as the model itself would write them, so that a history shows it the form that it is to use."""
+    tags = style.syntax.tags
+    calls = [
+        (one["name"], _json(one["arguments"]) if tags is None else tags.written(one["arguments"]))
+        for one in functions
+    ]
+    closer = style.syntax.closer if style.prefill else ""
+    return f"{style.prefill}{style.forced.written(calls)}{closer}"
+
+
+def _introduce(
+    turns: list[dict[str, Any]], tools: Sequence[Tool], introduction: str, *, has_system: bool
+) -> None:
     """Tell the model of its tools: in the system's turn, or the user's first where there is no such turn."""
     listed = "\n".join(_json(tool.to_template()) for tool in tools)
-    text = _INTRODUCTION.format(tools=listed)
+    text = introduction.format(tools=listed)
     first = turns[0] if turns else None
     if first is not None and first["role"] == "system":
         turns[0] = {**first, "content": f"{text_of(first.get('content'))}\n\n{text}".lstrip()}

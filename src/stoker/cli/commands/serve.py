@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import inspect
 import logging
+from functools import partial
 from typing import Annotated, Any
 
 import typer
@@ -19,23 +20,25 @@ log = logging.getLogger(__name__)
 
 PANELS = {
     "Models": """models slots ctx_size kv_cells lora draft_model speculation keep_alive default_max_tokens
-        chat_template rerank_output restore models_dir allow_downloads""",
+        chat_template thinking rerank_output restore models_dir allow_downloads""",
     "Computing": "threads n_batch repeatable isolation watchdog_s heat_trace",
     "Devices": """gpu_layers device split_mode tensor_split main_gpu cpu_moe kv_type kv_layout mmap
         kv_offload placement device_lease""",
     "Memory": "memory_limit memory_margin park_bytes",
     "Cache": "cache_mode cache_ram_bytes cache_disk_bytes cache_dir states_dir",
-    "Images": "mmproj image_roots allow_http_images max_images max_image_bytes max_image_pixels image_edge",
-    "Network": """host port api_key_file admin_key_file insecure allowed_hosts cors_origins max_connections
-        max_body_bytes max_receiving_bytes receive_timeout_s keepalive_s""",
+    "Images and sound": """mmproj image_roots allow_http_images max_images max_image_bytes max_image_pixels
+        image_edge max_audio_bytes max_audio_seconds""",
+    "Network": """host port ollama_port ollama api_key_file admin_key_file insecure allowed_hosts cors_origins
+        max_connections max_body_bytes max_receiving_bytes receive_timeout_s keepalive_s strict ui""",
+    "Stored responses": "responses_dir max_responses responses_bytes responses_age_s",
     "Scheduling": "policy target_step_ms max_step_ms background_patience_s max_queue max_prepare_s",
     "Starting, stopping, sleep": "drain_s suspend_grace_s follow_sleep run_dir",
-    "Logging": "log_level log_format log_file quiet",
+    "Logging": "log_level log_format log_file quiet otel_endpoint",
 }
 """The options, which are the settings, as `--help` shows them."""
 
 
-def serve(*, config: Config = None, **flags: Any) -> None:
+def serve(context: typer.Context, *, config: Config = None, **flags: Any) -> None:
     """Serve models over HTTP until Ctrl-C or SIGTERM; one JSON line on stdout says when it is ready."""
     from stoker.machine import malloc
 
@@ -47,14 +50,16 @@ def serve(*, config: Config = None, **flags: Any) -> None:
         log.warning("the environment has %s, which are no settings", ", ".join(strange))
     from stoker.client.process.transport import spawned_ahead
 
-    with spawned_ahead(engine) as ahead:  # its imports and those of a server take half a second each
+    with spawned_ahead(engine, context.obj) as ahead:  # its imports and a server's take half a second each
         from stoker.cli.serve_screen import ServeInLog, ServeInTerminal
-        from stoker.server.serve import run_server
+        from stoker.server.serve import Screen, run_server
 
+        again = None if config is None else partial(load_settings, flags, config)
         is_shown = not server.quiet and server.log_format == "text"
+        screen: Screen = ServeInLog(engine, server)
         if is_shown and console is not None and not console.is_dumb_terminal:
-            raise typer.Exit(run_server(engine, server, ServeInTerminal(engine, server, console), ahead))
-        raise typer.Exit(run_server(engine, server, ServeInLog(engine, server), ahead))
+            screen = ServeInTerminal(engine, server, console)
+        raise typer.Exit(run_server(engine, server, screen, ahead, again))
 
 
 def _signature() -> inspect.Signature:
@@ -65,10 +70,14 @@ def _signature() -> inspect.Signature:
         for name in names.split()
     }
     offered["config"] = Config
+    keyword = inspect.Parameter.KEYWORD_ONLY
     return inspect.Signature(
         [
-            inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=kind)
-            for name, kind in offered.items()
+            inspect.Parameter("context", keyword, annotation=typer.Context),
+            *(
+                inspect.Parameter(name, keyword, default=None, annotation=kind)
+                for name, kind in offered.items()
+            ),
         ]
     )
 

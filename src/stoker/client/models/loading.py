@@ -22,7 +22,7 @@ from stoker.errors import (
     OperatorOnlyError,
     error_from_info,
 )
-from stoker.ipc.commands import LoadModel, PinModel, UnloadModel
+from stoker.ipc.commands import KnowModel, LoadModel, PinModel, UnloadModel
 from stoker.ipc.events import ModelState
 from stoker.ipc.model import ModelClass, ModelLife, Reach
 from stoker.ipc.status import ModelStatus
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 
 _UNLOADED = "model {!r} was unloaded before it was ready"
 
-Tell = Callable[[LoadModel | UnloadModel | PinModel], bool]
+Tell = Callable[[KnowModel | LoadModel | UnloadModel | PinModel], bool]
 
 
 class SpecChanges(msgspec.Struct, frozen=True, kw_only=True):
@@ -101,7 +101,13 @@ class ModelLoading:
     def statuses(self) -> list[ModelStatus]:
         """Every served model and every download as last heard of; needs no engine."""
         downloads = [
-            ModelStatus(id=name, state=moved.state, stage=moved.stage, fraction=moved.fraction)
+            ModelStatus(
+                id=name,
+                state=moved.state,
+                stage=moved.stage,
+                fraction=moved.fraction,
+                num_bytes=moved.num_bytes,
+            )
             for name, moved in self._downloading.items()
         ]
         return [*self._registry.statuses(self._requests.num_by_model()), *downloads]
@@ -132,11 +138,28 @@ class ModelLoading:
         if entry is not None:
             spec, info = entry.to_load, entry.info
         else:
-            spec, info = await self._find(name, reach)
+            spec, info, _ = await self._find(name, reach)
             known = self._registry.get(spec.id)
             spec = known.to_load if known is not None and known.to_load.path == spec.path else spec
         changes.check(info)
         return await self.load(changes.applied(spec), info)
+
+    async def serve_by_name(self, name: str, reach: Reach) -> ModelInfo:
+        """Serve a model, downloaded if need be, without loading it; its first request does.
+
+        Args:
+            name: as of `load_by_name`.
+            reach: likewise.
+
+        Raises:
+            ModelNotFoundError, OperatorOnlyError: as `load_by_name`.
+            StokerError: why it cannot be downloaded or read.
+        """
+        if self._registry.get(name) is None:
+            spec, info, _ = await self._find(name, reach)
+            name = spec.id
+            self._tell(self._registry.serve(spec, info))
+        return self._registry.resolve(name)
 
     async def _find(self, name: str, reach: Reach) -> FoundModel:
         try:
@@ -150,7 +173,7 @@ class ModelLoading:
         return await asyncio.to_thread(self._source.find, path)
 
     async def _download(self, name: str) -> str:
-        self._download_moved(name, "", 0.0)
+        self._download_moved(name, "", 0.0, 0)
         try:
             path = await self._downloads.get(name)
         finally:
@@ -158,8 +181,10 @@ class ModelLoading:
                 self._bus.model_moved(ModelState(model=name, state=ModelLife.ABSENT))
         return str(path)
 
-    def _download_moved(self, name: str, file: str, fraction: float) -> None:
-        moved = ModelState(model=name, state=ModelLife.DOWNLOADING, stage=file, fraction=fraction)
+    def _download_moved(self, name: str, file: str, fraction: float, num_bytes: int) -> None:
+        moved = ModelState(
+            model=name, state=ModelLife.DOWNLOADING, stage=file, fraction=fraction, num_bytes=num_bytes
+        )
         self._downloading[name] = moved
         self._bus.model_moved(moved)
 
@@ -191,7 +216,7 @@ class ModelLoading:
             return await answer
         except asyncio.CancelledError:
             callers.remove(answer)
-            is_wanted = callers or was_ready or self._num_requests(model)
+            is_wanted = callers or was_ready or self.num_requests(model)
             if not is_wanted and self._registry.state(model) in {ModelLife.LOADING, ModelLife.SUSPENDED}:
                 self._release(model)
             raise
@@ -205,7 +230,7 @@ class ModelLoading:
         Raises:
             ModelInUseError: there are such requests.
         """
-        num_requests = self._num_requests(spec.id)
+        num_requests = self.num_requests(spec.id)
         is_away = entry is not None and entry.state is not ModelLife.READY
         if num_requests and entry and is_away and entry.loses_by(spec):
             raise _in_use(spec.id, num_requests)
@@ -220,6 +245,10 @@ class ModelLoading:
             self._downloads.stop(model)
             return
         self._check_served(model)
+        await self.let_go(model)
+
+    async def let_go(self, model: str) -> None:
+        """Free a model that is known, whether or not it is still served."""
         self._fail(model, NotReadyError(_UNLOADED.format(model), retry_after_s=1.0))
         is_there = self._registry.state(model) in {ModelLife.LOADING, ModelLife.READY, ModelLife.UNLOADING}
         gone: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -251,7 +280,10 @@ class ModelLoading:
         """The registry has a model's new state: answer its callers."""
         state = self._registry.state(event.model)
         if state is ModelLife.READY:
-            self._source.note_loaded(self._registry.ready_paths())
+            infos = self._registry.infos()
+            self._source.note_loaded(
+                [info.path for info in infos if self._registry.state(info.id) is ModelLife.READY]
+            )
             if event.stage:  # another load of it is under way
                 return
         if state not in {ModelLife.READY, ModelLife.FAILED, ModelLife.ABSENT}:
@@ -273,7 +305,7 @@ class ModelLoading:
     def engine_gone(self) -> None:
         """Fail the loads that would take context from live requests: no engine can judge of them any more."""
         for model in list(self._coming):
-            num_requests = self._num_requests(model)
+            num_requests = self.num_requests(model)
             if num_requests and self._registry.call_off(model):
                 self._fail(model, _in_use(model, num_requests))
 
@@ -304,7 +336,8 @@ class ModelLoading:
         self._absences[model] += is_told
         return is_told
 
-    def _num_requests(self, model: str) -> int:
+    def num_requests(self, model: str) -> int:
+        """Live requests for a model."""
         return self._requests.num_by_model().get(model, 0)
 
     def _fail(self, model: str, error: StokerError) -> None:

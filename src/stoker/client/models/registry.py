@@ -21,7 +21,7 @@ from stoker.ipc.model import CLIENT_MODEL_MOVES, STORY_LENGTH, ModelInfo, ModelL
 from stoker.ipc.status import ModelStatus
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping
+    from collections.abc import Callable, Iterable, Mapping, Sequence
 
     from stoker.client.models.specs import FoundModel
     from stoker.client.process.exit import EngineExit
@@ -60,6 +60,8 @@ class ModelEntry:
         may_evict: idle models may be unloaded for that.
         is_leaving: its unload was asked for, so a fresh engine need not load it.
         is_served: the settings name it, or it was ready once; else a caller wants it loaded, by its name.
+        declared: how the settings name it; None: they do not.
+        is_withdrawn: the settings named it; it goes when nothing needs it, and newcomers do not find it.
         is_barred: it has failed for good; requests are refused with `error`.
         mark: of the file it was barred for; another file in its place is tried again.
         load_crashes: engines that its loads have ended since it was last in memory.
@@ -79,6 +81,8 @@ class ModelEntry:
     may_evict: bool = False
     is_leaving: bool = False
     is_served: bool = False
+    declared: ModelSpec | None = None
+    is_withdrawn: bool = False
     is_barred: bool = False
     mark: object = None
     load_crashes: int = 0
@@ -88,7 +92,7 @@ class ModelEntry:
     @property
     def is_shown(self) -> bool:
         """Whether it is one of the models; one whose only load failed is none."""
-        return self.is_served or self.state is not ModelLife.FAILED
+        return not self.is_withdrawn and (self.is_served or self.state is not ModelLife.FAILED)
 
     @property
     def is_suspect(self) -> bool:
@@ -152,10 +156,11 @@ class ModelRegistry:
 
     def __init__(self, models: Iterable[FoundModel], mark_of: Callable[[str], object] = file_mark) -> None:
         self._mark_of = mark_of
-        self._entries = {spec.id: ModelEntry(spec, info) for spec, info in models}
-        for number, entry in enumerate(self._entries.values()):
-            entry.is_due = entry.is_served = True
-            entry.may_evict = number == 0
+        self._entries: dict[str, ModelEntry] = {}
+        for spec, info, is_due in models:
+            entry = self._entries[spec.id] = ModelEntry(spec, info, is_served=True, declared=spec)
+            entry.is_due = is_due
+            entry.may_evict = len(self._entries) == 1
 
     def __repr__(self) -> str:
         return f"<ModelRegistry {self.stats()}>"
@@ -180,10 +185,6 @@ class ModelRegistry:
         """What a fresh engine has to know: all of them, as the file of one that failed may be replaced."""
         return [KnowModel(entry.spec, entry.is_suspect) for entry in self._entries.values()]
 
-    def ready_paths(self) -> list[str]:
-        """Files of the models that are ready, the default first."""
-        return [entry.spec.path for entry in self._entries.values() if entry.state is ModelLife.READY]
-
     def infos(self) -> list[ModelInfo]:
         """Of every model that has not failed for good, the default first."""
         return [entry.info for entry in self._entries.values() if entry.is_shown and not entry.is_barred]
@@ -201,7 +202,7 @@ class ModelRegistry:
             ModelError: it has failed for good.
         """
         named = next(iter(self._entries), None) if model in {None, "default"} else model
-        entry = self.get(named) if named is not None else None
+        entry = (self.get(named) or self._aliased(named)) if named is not None else None
         adapter = "" if entry or named is None else named
         if adapter:
             entry = self._adapted(adapter)
@@ -217,12 +218,17 @@ class ModelRegistry:
         served = ", ".join(model for model, entry in self._entries.items() if entry.is_shown) or "none"
         return ModelNotFoundError(f"no model {model!r} is served; served: {served}", param="model")
 
+    def _aliased(self, alias: str) -> ModelEntry | None:
+        """The model that has that further name."""
+        shown = (entry for entry in self._entries.values() if entry.is_shown)
+        return next((entry for entry in shown if alias in entry.spec.aliases), None)
+
     def _adapted(self, adapter: str) -> ModelEntry | None:
         """The model that has an adapter of that name."""
         having = (
             entry
             for entry in self._entries.values()
-            if any(spec.name == adapter for spec in entry.info.adapters)
+            if entry.is_shown and any(spec.name == adapter for spec in entry.info.adapters)
         )
         return next(having, None)
 
@@ -284,6 +290,17 @@ class ModelRegistry:
             entry.move(ModelLife.LOADING)
         return LoadModel(spec, is_suspect=entry.is_suspect)
 
+    def serve(self, spec: ModelSpec, info: ModelInfo) -> KnowModel:
+        """Serve a model that no settings name, without a load; returns the command for an engine that serves.
+
+        The first request for it loads it.
+        """
+        entry = self._entries.setdefault(spec.id, ModelEntry(spec, info))
+        if entry.is_settled and entry.state is not ModelLife.READY:
+            entry.spec, entry.info = spec, info
+        entry.is_served, entry.is_withdrawn = True, False
+        return KnowModel(entry.spec, entry.is_suspect)
+
     def release(self, model: str, *, is_held: bool) -> None:
         """A caller wants it out of memory: no engine has to load it. `is_held`: one may have it now."""
         entry = self._entries[model]
@@ -297,6 +314,53 @@ class ModelRegistry:
         entry.spec = msgspec.structs.replace(entry.spec, is_pinned=is_pinned)
         if entry.asked is not None:
             entry.asked = msgspec.structs.replace(entry.asked, is_pinned=is_pinned)
+
+    # ------------------------------------------------------------ what the settings want
+
+    def take(self, models: Sequence[FoundModel]) -> tuple[list[FoundModel], list[str]]:
+        """Serve the models of the settings, the default first, and withdraw what they no longer name.
+
+        What needs no other load holds at once. Where the settings say of a model what they said before, a
+        load that a caller asked for otherwise stays. Withdrawn models are not found by requests; those that
+        they have go on.
+
+        Returns:
+            Models to load, and the withdrawn ones, to be unloaded.
+        """
+        named = {model.spec.id: model for model in models}
+        to_load = [model for model in models if self._declare(model)]
+        gone = [
+            name for name, e in self._entries.items() if name not in named and (e.declared or e.is_withdrawn)
+        ]
+        for name in gone:
+            entry = self._entries[name]
+            entry.declared, entry.is_due, entry.is_withdrawn = None, False, True
+        self._entries = {name: self._entries[name] for name in (*named, *self._entries)}
+        return to_load, gone
+
+    def _declare(self, model: FoundModel) -> bool:
+        """Serve a model as the settings name it now; returns whether it has to be loaded so."""
+        spec, info, is_due = model
+        entry = self._entries.get(spec.id)
+        if entry is None:
+            self._entries[spec.id] = ModelEntry(spec, info, is_served=True, declared=spec)
+            return is_due
+        before, entry.declared = entry.declared, spec
+        entry.is_served, entry.is_withdrawn = True, False
+        has_changed = before is None or before.as_loaded != spec.as_loaded
+        entry.spec = entry.spec.with_own(spec)
+        if entry.asked is not None:
+            entry.asked = entry.asked.with_own(spec)
+        if has_changed and entry.state not in _IN_MEMORY | _UNDER_WAY:
+            entry.spec, entry.info, entry.is_barred = spec, info, False
+            return False
+        entry.info = entry.info.served_as(entry.spec)
+        return has_changed
+
+    def forget(self, model: str) -> None:
+        """A withdrawn model is not in memory any more."""
+        if self._entries[model].is_withdrawn:
+            del self._entries[model]
 
     # ------------------------------------------------------------ what engines do
 
@@ -337,12 +401,13 @@ class ModelRegistry:
         if not entry.is_settled:
             return
         entry.is_due = entry.is_leaving = False
-        if event.info is not None:
-            entry.info = event.info
         if entry.state is ModelLife.READY:
             entry.is_served, entry.load_crashes = True, 0
             if event.error is None:  # else another was to take its place, and it stays
                 entry.spec = entry.to_load
+        if event.info is not None:
+            known = entry.info.quantisation  # the file's header says it, an engine does not
+            entry.info = msgspec.structs.replace(event.info.served_as(entry.spec), quantisation=known)
         entry.asked = None
         if entry.state is ModelLife.FAILED and event.error and event.error.code == LoadCrashedError.code:
             self._bar(entry, event.error)

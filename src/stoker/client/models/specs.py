@@ -6,18 +6,21 @@ Reads headers, of models, LoRA adapters (SPEC K6) and projectors (SPEC V1). Wher
 
 from __future__ import annotations
 
+import dataclasses
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, TypeVar
 
 import msgspec
 from msgspec.structs import replace
 
 from stoker.backends.registry import has_scheme
+from stoker.chat.tools.formats.table import format_named
 from stoker.client.store.last_models import LastModels
-from stoker.errors import InvalidRequestError, StokerError
+from stoker.errors import InvalidRequestError, StokerError, error_from_info
 from stoker.ipc.model import (
     AdapterSpec,
     CacheMode,
@@ -43,8 +46,10 @@ if TYPE_CHECKING:
     from stoker.models.gguf.header import GgufHeader
     from stoker.models.reader import ModelDescription
     from stoker.settings import EngineSettings
+    from stoker.site_settings import ModelSettings
 
 _RESERVED = "default"
+_SWITCHES = {"on": True, "off": False}
 MAX_TEMPLATE_CHARS = 2**20
 OutputNumber = Annotated[int, msgspec.Meta(ge=0)]
 _RELEVANT = frozenset({"relevant", "is_relevant", "relevance", "yes", "true"})
@@ -53,10 +58,14 @@ H = TypeVar("H", AdapterHeader, ProjectorHeader)
 
 
 class FoundModel(NamedTuple):
-    """A model to serve; `info` says what its header does, until it was loaded once."""
+    """A model to serve; `info` says what its header does, until it was loaded once.
+
+    `is_due`: it is loaded at the start, else when a request needs it.
+    """
 
     spec: ModelSpec
     info: ModelInfo
+    is_due: bool = True
 
 
 class ModelSource:
@@ -92,7 +101,7 @@ class ModelSource:
             UnsupportedError: the settings ask for more slots than any of the models can have.
         """
         last = LastModels(settings.run_dir)
-        if settings.restore and not settings.models:
+        if settings.restore and not (settings.models or settings.model_tables):
             settings = settings.replace(models=last.read())
         source = cls(settings, last=last)
         source.served = source._read_served()
@@ -126,18 +135,30 @@ class ModelSource:
             self._store.resolve_scheme(name) if is_free else self._store.resolve_listed(name)
         )
 
-    def _read_served(self) -> list[FoundModel]:
-        settings, store = self.settings, self._store
+    def _read_listed(self) -> tuple[dict[str, FoundModel], list[ModelFile]]:
+        """Every model by its id, the default first, and the files of those that have no table."""
+        settings, tables = self.settings, self.settings.model_tables
         found: dict[str, FoundModel] = {}
         files: list[ModelFile] = []
-        for ref in settings.models or (None,):
-            file = store.resolve(ref)
+        for ref in settings.models or (() if tables else (None,)):
+            if ref in tables:
+                found[ref] = self._declared(ref, tables[ref])._replace(is_due=True)
+                continue
+            file = self._store.resolve(ref)
             files.append(file)
             if file.id in found:
                 paths = f"{found[file.id].spec.path} and {file.path}"
                 text = f"two models would be served as {file.id!r}: {paths}"
                 raise InvalidRequestError(text, param="models")
             found[file.id] = self.described(file)
+        for name, table in tables.items():
+            if name not in found:
+                found[name] = self._declared(name, table)
+        return found, files
+
+    def _read_served(self) -> list[FoundModel]:
+        settings = self.settings
+        found, files = self._read_listed()
         for param, named in (
             ("chat_template", self._templates),
             ("rerank_output", self._score_outputs),
@@ -146,20 +167,63 @@ class ModelSource:
             if strange := set(named) - {*found, ""}:
                 text = f"{param}: no model {min(strange)!r} is served; there are: {', '.join(found)}"
                 raise InvalidRequestError(text, param=param)
-        if settings.draft_model:
-            draft_path = store.resolve(settings.draft_model).path
+        if settings.draft_model and files:
+            draft_path = self._store.resolve(settings.draft_model).path
             first = found[files[0].id]
             found[files[0].id] = first._replace(spec=replace(first.spec, draft_path=draft_path))
         if "slots" in settings.model_fields_set:
             self._check_slots(list(found.values()))
         for model, adapters in adapters_by_model(settings.lora, files).items():
-            spec, info = found[model]
-            found[model] = FoundModel(replace(spec, adapters=adapters), replace(info, adapters=adapters))
+            found[model] = _adapted(found[model], adapters)
         for model, projector in projector_by_model(settings.mmproj, files).items():
-            spec, info = found[model]
-            seeing = replace(info, has_vision=True, pairing=str(Pairing.READY))
-            found[model] = FoundModel(replace(spec, projector=projector), seeing)
+            found[model] = _seeing(found[model], projector)
+        _check_names(found.values())
         return list(found.values())
+
+    def _declared(self, name: str, table: ModelSettings) -> FoundModel:
+        """The model of a table of the settings.
+
+        Raises:
+            StokerError: as `read`; `param` is such as `models.NAME.file`.
+        """
+        place = f"models.{name}"
+        with _placed_at(f"{place}.file"):
+            file = dataclasses.replace(self._store.resolve(table.file or name), id=name)
+        with _placed_at(f"{place}.chat_template"):
+            found = ModelSource(self._as_of(name, table)).described(file)
+        if table.tool_format:
+            format_named(table.tool_format, f"{place}.tool_format")
+        spec = replace(
+            found.spec,
+            aliases=table.aliases,
+            best_priority=table.priority,
+            sampling_defaults=table.sampling or None,
+            tool_format=table.tool_format,
+            is_pinned=table.pinned,
+        )
+        if table.draft_model:
+            with _placed_at(f"{place}.draft_model"):
+                spec = replace(spec, draft_path=self._store.resolve(table.draft_model).path)
+        found = FoundModel(spec, found.info.served_as(spec), table.load or table.pinned)
+        with _placed_at(f"{place}.lora"):
+            for adapters in adapters_by_model(table.lora, [file]).values():
+                found = _adapted(found, adapters)
+        with _placed_at(f"{place}.mmproj"):
+            for projector in projector_by_model(table.mmproj, [file]).values():
+                found = _seeing(found, projector)
+        return found
+
+    def _as_of(self, name: str, table: ModelSettings) -> EngineSettings:
+        """The settings as they are for the model of that table."""
+        given: dict[str, Any] = table.given_per_model()
+        own = {"chat_template": table.chat_template, "rerank_output": table.rerank_output}
+        for setting, value in own.items():
+            if value is not None:
+                others = [each for each in getattr(self.settings, setting) if not each.startswith(f"{name}=")]
+                given[setting] = (f"{name}={value}", *others)
+        if placement := self.settings.placement.get(name):
+            given = placement.given_placement() | given
+        return self.settings.replace(**given, placement={})
 
     def _check_slots(self, found: list[FoundModel]) -> None:
         """Slots that were asked for are refused where no served model can have them."""
@@ -191,6 +255,7 @@ class ModelSource:
             speculation=Speculation(settings.speculation),
             chat_template=self._template_of(file.id, found),
             score_output=_score_output(found.outputs, self._score_outputs, file.id),
+            thinking=_SWITCHES.get(settings.thinking or "", settings.thinking),
         )
         for placement in (settings, settings.placement.get(file.id)):
             spec = spec if placement is None else placed(spec, placement.given_placement())
@@ -214,6 +279,42 @@ class ModelSource:
         return {model: _number_of_output(text) for model, text in named.items()}
 
 
+@contextmanager
+def _placed_at(place: str) -> Iterator[None]:
+    """Errors of the block name a key of the settings file."""
+    try:
+        yield
+    except StokerError as error:
+        raise error_from_info(
+            replace(error.info(), message=f"{place}: {error.message}", param=place)
+        ) from None
+
+
+def _adapted(found: FoundModel, adapters: tuple[AdapterSpec, ...]) -> FoundModel:
+    spec, info, is_due = found
+    return FoundModel(replace(spec, adapters=adapters), replace(info, adapters=adapters), is_due)
+
+
+def _seeing(found: FoundModel, projector: ProjectorSpec) -> FoundModel:
+    spec, info, is_due = found
+    able = {"has_vision": projector.has_vision, "hears_hz": projector.hears_hz}
+    seeing = replace(info, pairing=str(Pairing.READY), **able)
+    return FoundModel(replace(spec, projector=projector), seeing, is_due)
+
+
+def _check_names(found: Iterable[FoundModel]) -> None:
+    """Raises InvalidRequestError where two models would be served under one name."""
+    owners = {_RESERVED: "the first model"}
+    for spec, _, _ in found:
+        kinds = (("", [spec.id]), (".aliases", spec.aliases), (".lora", [one.name for one in spec.adapters]))
+        for kind, names in kinds:
+            for name in names:
+                place = f"models.{spec.id}{kind}"
+                if (other := owners.setdefault(name, place)) != place:
+                    text = f"{place}: {name!r} is a name of {other} too"
+                    raise InvalidRequestError(text, param=place)
+
+
 def _info(spec: ModelSpec, found: ModelDescription) -> ModelInfo:
     asked = spec.most_tokens or found.n_ctx_train
     return replace(
@@ -231,6 +332,7 @@ def _info(spec: ModelSpec, found: ModelDescription) -> ModelInfo:
         pooling=found.pooling,
         pairing=found.pairing,
         n_embd=found.n_embd,
+        quantisation=found.quantisation,
     )
 
 
@@ -331,8 +433,8 @@ def projector_by_model(path: str | Path | None, models: Sequence[ModelFile]) -> 
 
     Raises:
         ModelFileError: the file is broken, or is another model's; of those the first is named.
-        UnsupportedError: it encodes no images, or that model takes them in a way that is not served.
-        InvalidRequestError: no model is served that could take images.
+        UnsupportedError: it encodes neither images nor sound, or in a way that is not served.
+        InvalidRequestError: no model is served that could take them.
     """
     if path is None:
         return {}

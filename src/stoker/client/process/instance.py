@@ -134,6 +134,8 @@ class EngineInstance:
         """Ends the engine by force where the transport can."""
         self._on_events = on_events
         self._watchdog = Watchdog(watchdog_s, now)
+        self.sign = self._watchdog.sign
+        """Notes that a frame arrived, with the time on a monotonic clock."""
         self._born = now
         self._serving_since: float | None = None
         self._hang: str | None = None
@@ -217,10 +219,6 @@ class EngineInstance:
     def begin_serving(self) -> None:
         """Every model that was due is settled."""
         self._serving_since = time.monotonic()
-
-    def sign(self) -> None:
-        """A frame arrived from it."""
-        self._watchdog.sign(time.monotonic())
 
     def beat(self, heartbeat: Heartbeat, now: float) -> None:
         """A heartbeat arrived."""

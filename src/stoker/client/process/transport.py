@@ -11,9 +11,6 @@ import contextlib
 import logging
 import os
 import signal
-import socket
-import subprocess
-import sys
 import threading
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -22,6 +19,7 @@ from typing import TYPE_CHECKING, Protocol
 
 import msgspec
 
+from stoker.client.process.child import ENGINE_MODULE, EngineChild
 from stoker.client.process.log_relay import wanted_level
 from stoker.errors import MachineSetupError
 from stoker.ipc.codec import encode_command, event_decoder
@@ -29,6 +27,8 @@ from stoker.ipc.engine_config import EngineConfig
 from stoker.native_crash import native_text
 
 if TYPE_CHECKING:
+    import socket
+    import subprocess
     from collections.abc import Iterator
 
     from stoker.ipc.commands import Command
@@ -39,14 +39,12 @@ log = logging.getLogger(__name__)
 output_log = logging.getLogger("stoker.engine.output")
 """What an engine and native libraries in it print; in order they print nothing."""
 
-ENGINE_MODULE = "stoker.engine"
-SOCKET_BUFFER_BYTES = 4 * 1024**2
 LAST_READ_S = 1.0
 """Socket and stderr of an engine end with it; a process that it left behind delays us no longer than this."""
 MAX_FRAMES_AHEAD = 1024
-START_DESCRIPTORS = 8
-"""A start opens seven: a socket pair, the pipe of its stderr, the null device, and the pipe on which a child
-reports that it could not be executed. One is for a library that opens a file meanwhile."""
+START_DESCRIPTORS = 9
+"""A start opens eight: a socket pair, the pipes of its stdin and stderr, and the pipe on which a child says
+that it could not be executed. One is for a library that opens a file meanwhile."""
 KEPT_BYTES = 32 * 1024
 """Holds the dump of every thread's stack that Python writes at a crash, and what was said before it."""
 MAX_LINE_BYTES = 8192
@@ -210,24 +208,15 @@ class _Frames(asyncio.Protocol):
         self.is_over.set()
 
 
-@dataclass(frozen=True, slots=True)
-class _Spawned:
-    """A process that no event loop knows yet: our end of its socket, its stderr, and what ends it."""
-
-    ours: socket.socket
-    tail: StderrTail
-    undo: ExitStack
-
-
 class ProcessTransport:
-    """The engine in a child process of its own session, over a socketpair.
-
-    Nothing of this process is imported or run again in the child, so a script needs no `__main__` guard.
+    """The engine in a child process, over a socketpair.
 
     Args:
         settings: the engine gets its part of them as JSON.
         module: what `python -m` runs.
         reserve: descriptors that a start may use.
+        child: a process that was spawned already; None: one is by `spawn` or `start`.
+        num_restarts: engines that have ended by themselves before.
     """
 
     can_kill = True
@@ -237,48 +226,41 @@ class ProcessTransport:
         settings: EngineSettings,
         module: str = ENGINE_MODULE,
         reserve: DescriptorReserve | None = None,
+        child: EngineChild | None = None,
+        num_restarts: int = 0,
     ) -> None:
         self._settings = settings
+        self._num_restarts = num_restarts
         self._module = module
         self._reserve = DescriptorReserve(0) if reserve is None else reserve
-        self._process: subprocess.Popen[bytes] | None = None
+        self._child = child  # until `start` connects to it
+        self._process: subprocess.Popen[bytes] | None = child.process if child else None
         self._transport: asyncio.WriteTransport | None = None
         self._exit: asyncio.Future[ExitReport] | None = None
         self._frames: _Frames | None = None
-        self._spawned: _Spawned | None = None
 
     def __repr__(self) -> str:
         return f"<ProcessTransport pid={self.pid}>"
 
     @property
     def pid(self) -> int:
-        """The child's process id; 0 before the start."""
+        """The child's process id; 0 before it is spawned."""
         return self._process.pid if self._process else 0
 
     def spawn(self) -> None:
         """Start the process before there is an event loop; `start` connects to it, or `close` ends it.
 
         Raises:
-            OSError, RuntimeError, MemoryError: the machine refuses a process, a descriptor or a thread.
+            OSError, MemoryError: the machine refuses a process or a descriptor.
         """
-        with ExitStack() as made:
-            ours, theirs = socket.socketpair()
-            made.callback(ours.close)
-            with theirs:
-                for end in (ours, theirs):
-                    end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SOCKET_BUFFER_BYTES)
-                ours.setblocking(False)
-                tail = self._spawn(theirs.fileno())
-            made.callback(tail.text, LAST_READ_S)  # its pipe is closed once the child has gone
-            made.callback(self._end_process)
-            tail.start()
-            self._spawned = _Spawned(ours, tail, made.pop_all())
+        self._child = EngineChild(self._module)
+        self._process = self._child.process
 
     def close(self) -> None:
         """End a process that was spawned and never started; else nothing."""
-        if self._spawned is not None:
-            self._spawned.undo.close()
-            self._spawned = None
+        if self._child is not None:
+            self._child.close()
+            self._child = None
 
     async def start(self, on_events: EventSink) -> None:
         """See `Transport.start`."""
@@ -295,51 +277,33 @@ class ProcessTransport:
 
     def _launch(self, loop: asyncio.AbstractEventLoop, made: ExitStack) -> socket.socket:
         """Have a process, which `made` undoes; returns our end of its socket. Does not await."""
-        if self._spawned is None:
+        config = msgspec.json.encode(config_of(self._settings, self._num_restarts))
+        if self._child is None:
             self.spawn()
-        spawned, self._spawned = self._spawned, None
-        assert spawned is not None, "spawn() makes it or raises"
-        made.enter_context(spawned.undo)
+        child, self._child = self._child, None
+        assert child is not None, "spawn() makes it or raises"
+        child.tell(config)
+        made.callback(child.socket.close)
+        tail = StderrTail(child.output)
+        made.callback(tail.text, LAST_READ_S)  # its pipe is closed once the child has gone
+        made.callback(child.close)
+        tail.start()
         exit_ = self._exit = loop.create_future()
         reap = threading.Thread(
-            target=self._reap, args=(loop, exit_, spawned.tail), name="stoker-reaper", daemon=True
+            target=self._reap, args=(loop, exit_, child.process, tail), name="stoker-reaper", daemon=True
         )
         reap.start()
-        return spawned.ours
+        return child.socket
 
-    def _spawn(self, descriptor: int) -> StderrTail:
-        source, sink = os.pipe()
-        try:
-            config = msgspec.json.encode(config_of(self._settings)).decode()
-            arguments = (str(descriptor), config, str(wanted_level()))
-            self._process = subprocess.Popen(
-                [sys.executable, "-P", "-m", self._module, *arguments],
-                pass_fds=(descriptor,),
-                stdin=subprocess.DEVNULL,
-                stdout=sink,  # native libraries print; our stdout belongs to the application
-                stderr=sink,
-                start_new_session=True,  # the terminal's Ctrl-C and hang-up are for this program
-            )
-        except BaseException:
-            os.close(source)
-            raise
-        finally:
-            os.close(sink)
-        return StderrTail(source)
-
-    def _end_process(self) -> None:
-        """Undo a start: the child has not begun to serve."""
-        if self._process:
-            self._process.kill()
-            self._process.wait()
-
+    @staticmethod
     def _reap(
-        self, loop: asyncio.AbstractEventLoop, exit_: asyncio.Future[ExitReport], tail: StderrTail
+        loop: asyncio.AbstractEventLoop,
+        exit_: asyncio.Future[ExitReport],
+        process: subprocess.Popen[bytes],
+        tail: StderrTail,
     ) -> None:
         """Runs in a thread: works under every event loop, in every thread, without a child watcher."""
-        if self._process is None:
-            return
-        status = self._process.wait()
+        status = process.wait()
         end = ExitReport(status, tail.text(LAST_READ_S))
         with contextlib.suppress(RuntimeError):  # the event loop is closed
             loop.call_soon_threadsafe(_resolve, exit_, end)
@@ -465,26 +429,35 @@ NewTransport = Callable[["EngineSettings"], Transport]
 
 
 @contextlib.contextmanager
-def spawned_ahead(settings: EngineSettings) -> Iterator[ProcessTransport | None]:
+def spawned_ahead(
+    settings: EngineSettings, child: EngineChild | None = None
+) -> Iterator[ProcessTransport | None]:
     """An engine's process that imports what it needs while this one does, for a supervisor inside the block.
 
     None where the engine is to have no process, or the machine refuses one: a start says why. A process that
     was not started in the block is ended after it.
+
+    Args:
+        settings: the engine's.
+        child: the process, where it was spawned before the settings were known.
     """
     if settings.isolation != "process":
+        if child is not None:
+            child.close()
         yield None
         return
-    transport = ProcessTransport(settings)
+    transport = ProcessTransport(settings, child=child)
     with contextlib.closing(transport):
         try:
-            transport.spawn()
-        except (OSError, RuntimeError, MemoryError) as error:
+            if child is None:
+                transport.spawn()
+        except (OSError, MemoryError) as error:
             log.debug("no engine is started ahead: %s", error)
         yield transport
 
 
-def config_of(settings: EngineSettings) -> EngineConfig:
-    """The engine's part of the settings."""
+def config_of(settings: EngineSettings, num_restarts: int = 0) -> EngineConfig:
+    """The engine's part of the settings; `num_restarts` as in `EngineConfig`."""
     return EngineConfig(
         cache_dir=str(settings.cache_dir),
         cache_mode=settings.cache_mode,
@@ -497,6 +470,8 @@ def config_of(settings: EngineSettings) -> EngineConfig:
         watchdog_s=settings.watchdog_s,
         heat_trace=str(settings.heat_trace) if settings.heat_trace else None,
         has_own_process=settings.isolation == "process",
+        num_restarts=num_restarts,
+        log_level=wanted_level(),
     )
 
 

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from stoker.client.requests.history import tokens_per_second
+from stoker.client.requests.meter import tokens_per_second
 from stoker.client.requests.record import RequestRecord, request_id_of
 from stoker.errors import RequestCancelledError, RequestTimeoutError
 from stoker.ipc.events import Finished
@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from stoker.ipc.status import WaitStatus
 
 
+_COMPUTES = frozenset({"prefill", "decode"})
 _KNOWN_AS = ("request_id", "names", "owner", "route")
 
 
@@ -97,6 +98,7 @@ class RequestGroup:
     _num_parks: int = 0
     _parked_s: float = 0.0
     _waited_for: str = ""
+    _num_restarts: int = 0
 
     def __post_init__(self) -> None:
         self.id = request_id_of(self.known_as.request_id)
@@ -183,11 +185,31 @@ class RequestGroup:
         self._num_parks += ended.num_parks
         self._parked_s += ended.parked_s
         self._waited_for = self._waited_for or ended.waited_for
+        self._num_restarts = max(self._num_restarts, ended.num_restarts)
         if self._first_token_s is None and ended.first_token_s is not None:
             self._first_token_s = ended.arrived_at + ended.first_token_s - self._arrived_at
 
     def ended_as(self, end: FinishReason | ErrorInfo) -> RequestStatus:
         """What the call was and what it took, now that it has ended so."""
+        return msgspec.structs.replace(
+            self.request_status(),
+            state="ended",
+            waits_for="",
+            finish_reason=end if isinstance(end, FinishReason) else None,
+            error=None if isinstance(end, FinishReason) else end,
+        )
+
+    def _shown_state(self) -> tuple[str, str]:
+        """Where it is, and why it waits: as its foremost request."""
+        if self.is_paused:
+            return "paused", "asked to"
+        states = [(member.status(time.monotonic())) for member in self.members.values()]
+        first = next((one for one in states if one.state in _COMPUTES), states[0] if states else None)
+        return ("preparing", "") if first is None else (first.state, first.waits_for)
+
+    def request_status(self) -> RequestStatus:
+        """The call as a request: what it is and how far it has come."""
+        state, waits_for = self._shown_state()
         timings = self._timings or Timings(queue_s=self._age_s())
         decode_s = 0.0 if self._first_token_s is None else timings.decode_s
         return RequestStatus(
@@ -209,8 +231,13 @@ class RequestGroup:
             num_parks=self._num_parks,
             parked_s=self._parked_s,
             waited_for=self._waited_for,
-            finish_reason=end if isinstance(end, FinishReason) else None,
-            error=None if isinstance(end, FinishReason) else end,
+            state=state,
+            waits_for=waits_for,
+            cache_source=self._usage.cache_source,
+            end_to_end_s=self._age_s(),
+            num_restarts=self._num_restarts,
+            num_members=max(self.num_members, self._num_done + len(self.members)),
+            num_done=self._num_done,
         )
 
     def stop(self) -> None:

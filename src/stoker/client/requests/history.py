@@ -1,193 +1,47 @@
 """What requests and calls go through, as others than their callers are told of it: no text, no token.
 
-`RequestMeter` is the clock of one request: when it was admitted and wrote, and what it waited for.
-`RequestHistory` reads the meters, publishes the events about requests and calls, and keeps what the last of
-them that ended were.
+Reads the requests' meters and moves, publishes the events about requests and calls, and keeps what the last
+of them that ended were.
 """
 
 from __future__ import annotations
 
 import time
 from collections import deque
-from dataclasses import dataclass, field
-from enum import StrEnum
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+import msgspec
+
+from stoker.client.requests.load_rows import LoadRows
+from stoker.client.requests.meter import Wait
+from stoker.client.requests.moves import ShownState
 from stoker.ipc.events import (
-    Admitted,
     Delta,
     Failed,
     Finished,
-    Parked,
     Paused,
     PrefillProgress,
-    Preparing,
     Queued,
-    RequestEvent,
     Resumed,
+    Waiting,
+    event_name,
 )
-from stoker.ipc.request import FinishReason
+from stoker.wording import count_text
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping
 
     from stoker.client.event_bus import EventBus
     from stoker.client.requests.group import RequestGroup
     from stoker.client.requests.record import RequestRecord
     from stoker.client.requests.table import RequestTable
     from stoker.errors import ErrorInfo
-    from stoker.ipc.status import RequestStatus
+    from stoker.ipc.events import RequestEvent
+    from stoker.ipc.request import FinishReason
+    from stoker.ipc.status import RequestMove, RequestStatus
 
-LEAST_TOLD_S = 0.5
-"""A shorter wait is not worth a word."""
-PROGRESS_EVERY_S = 0.5
-"""How often others than its own client are told of a prompt's progress."""
-
-
-class Wait(StrEnum):
-    """Why a request does not compute."""
-
-    PREPARING = "its preparation and the step under way"
-    QUEUE = "a free slot"
-    MODEL = "its model was being loaded"
-    RESTART = "the engine was restarting"
-    SUSPENDED = "the engine was suspended"
-    PAUSED = "it was paused"
-    PARKED = "its slot was given to others"
-
-
-@dataclass(slots=True)
-class RequestMeter:
-    """Times of one request, in seconds on a monotonic clock unless said otherwise.
-
-    Attributes:
-        arrived_at: seconds since the epoch.
-        arrived_s: when it arrived.
-        admitted_s, first_token_s: when its first choice got a slot, when its first token came; None: not yet.
-        prompt_tokens, cached_tokens: of the prompt, once known.
-        processed_tokens: prompt tokens that are computed or cached, while the prompt is read.
-        num_parks: how often a choice was parked.
-        position: its place in the queue; None: it is in none.
-    """
-
-    arrived_at: float
-    arrived_s: float
-    admitted_s: float | None = None
-    first_token_s: float | None = None
-    prompt_tokens: int = 0
-    cached_tokens: int = 0
-    processed_tokens: int = 0
-    num_parks: int = 0
-    position: int | None = None
-    _runs_at_s: float | None = None
-    _told_s: float = -PROGRESS_EVERY_S
-    _waits_s: dict[Wait, float] = field(default_factory=dict)
-    _waits_for: Wait | None = None
-    _since_s: float = 0.0
-    _num_before: int = 0
-
-    def take(self, event: RequestEvent, now: float) -> None:
-        """Take note of an engine's event."""
-        match event:
-            case Queued():
-                self._queue(event, now)
-            case Delta():
-                if event.token_ids and (self._waits_for is not None or self.first_token_s is None):
-                    self._go_on(now)
-                    self.first_token_s = self.first_token_s or now
-                if event.finish_reason is not FinishReason.CANCELLED:  # else it comes after the whole prompt
-                    self.processed_tokens = self.prompt_tokens
-            case Preparing():
-                self.wait(Wait.PREPARING, now)
-            case Admitted():
-                self._go_on(now)
-                self.position = self._runs_at_s = None
-                self.admitted_s = self.admitted_s or now
-                self.prompt_tokens = event.prompt_tokens or self.prompt_tokens
-                self.cached_tokens = self.processed_tokens = event.cached_tokens
-            case PrefillProgress():
-                self.prompt_tokens, self.processed_tokens = event.total, event.processed
-            case Parked():
-                self.num_parks += 1
-                self.wait(Wait.PARKED, now)
-
-    def _queue(self, event: Queued, now: float) -> None:
-        """It waits for a slot, or its model."""
-        self.position = event.position
-        self._runs_at_s = None if event.eta_s is None else now + event.eta_s
-        wait = Wait.MODEL if event.awaits_model else Wait.QUEUE
-        if self._waits_for not in {wait, Wait.PARKED}:
-            self._num_before = max(self._num_before, event.position)
-            self.wait(wait, now)
-
-    def steer(self, event: Paused | Resumed, now: float) -> None:
-        """Its caller, or a suspension, stops it or lets it go on."""
-        if isinstance(event, Paused) and self._waits_for is not Wait.SUSPENDED:
-            self.wait(Wait.PAUSED, now)
-        elif isinstance(event, Resumed) and self._waits_for is Wait.PAUSED:
-            self.wait(Wait.QUEUE, now)
-
-    def wait(self, wait: Wait, now: float) -> None:
-        """From now on it waits for this."""
-        if self._waits_for is not wait:
-            self._go_on(now)
-            self._waits_for, self._since_s = wait, now
-
-    def eta_s(self, now: float) -> float | None:
-        """Seconds until it runs, as it was last told less what has passed; None: not known."""
-        return None if self._runs_at_s is None else max(0.0, self._runs_at_s - now)
-
-    def tell_progress(self, now: float) -> bool:
-        """Note that others than its own client are told of its prompt's progress; False: they just were."""
-        is_due = now - self._told_s >= PROGRESS_EVERY_S
-        if is_due:
-            self._told_s = now
-        return is_due
-
-    def _go_on(self, now: float) -> None:
-        if self._waits_for is not None:
-            self._waits_s[self._waits_for] = self.waited_s(self._waits_for, now)
-            self._waits_for = None
-
-    def waited_s(self, wait: Wait, now: float) -> float:
-        """Seconds it has waited for that."""
-        open_s = now - self._since_s if self._waits_for is wait else 0.0
-        return self._waits_s.get(wait, 0.0) + open_s
-
-    def longest_wait(self, now: float) -> tuple[float, str]:
-        """How long it waited for what it waited for longest, and what that was; empty: nothing much."""
-        waited_s, wait = max(((self.waited_s(wait, now), wait) for wait in Wait), key=lambda found: found[0])
-        if waited_s < LEAST_TOLD_S:
-            return waited_s, ""
-        if wait is Wait.QUEUE and self._num_before:
-            return waited_s, f"{self._num_before} before it in the queue"
-        return waited_s, str(wait)
-
-    def queue_s(self, now: float) -> float:
-        """Seconds from arrival to the first slot, or to now."""
-        return (now if self.admitted_s is None else self.admitted_s) - self.arrived_s
-
-    def to_first_token_s(self) -> float | None:
-        """Seconds from arrival to the first token; None: there was none."""
-        return None if self.first_token_s is None else self.first_token_s - self.arrived_s
-
-    def decode_s(self, now: float) -> float:
-        """Seconds from the first token to now."""
-        return 0.0 if self.first_token_s is None else now - self.first_token_s
-
-
-def tokens_per_second(num_tokens: int, num_first: int, decode_s: float) -> float | None:
-    """Tokens a second after the first ones; None where that says nothing.
-
-    Args:
-        num_tokens: all that were written.
-        num_first: those of them that came with no step before: one a choice.
-        decode_s: seconds of writing.
-    """
-    num_later = num_tokens - num_first
-    return num_later / decode_s if num_later > 0 and decode_s > 0 else None
-
-
+WRITTEN_EVERY_S = 2.0
+"""How often subscribers are told how much of an answer there is."""
 MAX_RECENT = 64
 """Requests and calls that have ended and are still shown; past this the oldest goes."""
 
@@ -203,6 +57,7 @@ class RequestHistory:
 
     Attributes:
         recent: requests and calls that have ended, the oldest first.
+        loads: those of models that are under way.
     """
 
     def __init__(
@@ -217,14 +72,63 @@ class RequestHistory:
         self._bus = bus
         self._is_ready = is_ready
         self._now = now
+        self.loads = LoadRows(bus.request_told, time.time)
+        bus.on_load = self._load_moved
 
     def __repr__(self) -> str:
         return f"<RequestHistory of {len(self.recent)} that ended>"
 
-    def arrived(self, record: RequestRecord) -> None:
-        """A request was submitted, and no engine has it yet."""
+    # ------------------------------------------------------------ before an engine has it
+
+    def arrived(self, record: RequestRecord, why_held: str = "") -> None:
+        """A request was submitted; `why_held` says why no engine gets it at once, empty: one does."""
+        now = self._now()
         if not self._is_ready(record.request.model):
-            record.meter.wait(Wait.MODEL, self._now())
+            record.meter.wait(Wait.MODEL, now)
+        if record.is_ready and not why_held:
+            move = record.moves.all_move(ShownState.PREPARING, record.meter.at(now), "")
+        elif record.is_ready:
+            move = record.moves.all_move(ShownState.HELD, record.meter.at(now), why_held)
+        else:
+            move = record.moves.all_move(ShownState.PREPARING, record.meter.at(now), "its form is translated")
+        self._publish("arrived", record, move, self._row(record) if self._bus.keeps else {})
+
+    def call_began(self, group: RequestGroup) -> None:
+        """A call of several requests has come."""
+        status = group.request_status()
+        row = {**status.as_row(), "group": None}
+        self._bus.request_told(status.request_id, "arrived", row, group.owner)
+
+    def given(self, record: RequestRecord) -> None:
+        """An engine is given a request, perhaps not the first one."""
+        if record.moves.state is not ShownState.HELD:
+            return  # so it was told when it arrived
+        at = record.meter.at(self._now())
+        if not record.was_accepted:
+            move = record.moves.all_move(ShownState.PREPARING, at, "the engine is there")
+            self._publish("preparing", record, move)
+            return
+        num_tokens = count_text(record.num_generated, "token")
+        why = f"the engine was restarted: goes on from {num_tokens}"
+        self._publish("replayed", record, record.moves.all_move(ShownState.PREPARING, at, why))
+
+    def held(self, wait: Wait, why: str) -> None:
+        """No engine has any request from now on."""
+        now = self._now()
+        for record in self._table.live():
+            record.meter.wait(wait, now)
+            record.meter.num_restarts += record.moves.state is not ShownState.HELD
+            if move := record.moves.all_move(ShownState.HELD, record.meter.at(now), why):
+                self._publish("held", record, move)
+
+    def _load_moved(self, fields: Mapping[str, Any]) -> None:
+        """A model is loaded, as its event says: those that wait for it know how far that is, from 0 to 1."""
+        self.loads.take(fields)
+        for record in self._table.live():
+            if record.request.model == fields["model"]:
+                record.meter.load_fraction = fields.get("fraction", 0.0)
+
+    # ------------------------------------------------------------ what an engine reports
 
     def took(self, event: RequestEvent) -> None:
         """An engine reports; whether the client is shown that is not known yet."""
@@ -232,32 +136,103 @@ class RequestHistory:
         if record is None:
             return
         now = self._now()
+        if isinstance(event, Delta):
+            self.wrote(record, event, now)
+            return
         record.meter.take(event, now)
-        if isinstance(event, PrefillProgress) and record.meter.tell_progress(now):
-            self._moved(event, record)
+        if isinstance(event, PrefillProgress):
+            if record.meter.tell_progress(now):
+                self._publish("prefill_progress", record, None, _fields(event))
+        elif not record.is_held:
+            self._moved(event, record, now)
 
-    def waits(self, wait: Wait) -> None:
-        """Every live request waits for this from now on."""
+    def _moved(self, event: RequestEvent, record: RequestRecord, now: float) -> None:
+        move = record.moves.take(event, record.meter.at(now))
+        if isinstance(event, Queued | Waiting):
+            meter = record.meter
+            if move is None and isinstance(event, Waiting):
+                return
+            fields = {
+                "position": meter.position,
+                "eta_s": meter.eta_s(now),
+                "waits_for": record.moves.waits_for,
+            }
+            self._publish("queued" if isinstance(event, Queued) else "waiting", record, move, fields)
+        elif move is not None:
+            self._publish(event_name(type(event)), record, move, _fields(event))
+
+    def timed(self, end: Finished) -> Finished:
+        """The end of a request with the times between its tokens."""
+        record = self._table.find(end.request_id)
+        if record is None:
+            return end
+        timings = msgspec.structs.replace(end.timings, itl_ms=record.meter.gaps.status())
+        return msgspec.structs.replace(end, timings=timings)
+
+    def overdue_progress(self) -> list[RequestEvent]:
+        """Tell subscribers of prompts that are read and of which nothing was told for long.
+
+        Returns:
+            The same for the clients that asked for it.
+        """
         now = self._now()
+        found: list[RequestEvent] = []
         for record in self._table.live():
-            record.meter.wait(wait, now)
+            if record.moves.state is not ShownState.PREFILL or not record.meter.is_progress_overdue(now):
+                continue
+            event = record.meter.progress(record.request_id, now)
+            record.meter.tell_progress(now)
+            self._publish("prefill_progress", record, None, _fields(event))
+            if record.request.return_progress and not record.num_generated:
+                found.append(event)
+        return found
+
+    def wrote(self, record: RequestRecord, delta: Delta, now: float) -> None:
+        """A choice wrote something."""
+        record.meter.wrote(delta, now)
+        moves = record.moves
+        if delta.token_ids and not moves.is_writing(delta.index):
+            self._publish_move("decoding", record, moves.writes(delta.index, record.meter.at(now)))
+        elif delta.token_ids and record.meter.tell_progress(now, WRITTEN_EVERY_S) and self._bus.is_watched:
+            status = record.status(now)
+            written = {
+                "completion_tokens": status.completion_tokens,
+                "tokens_per_second": status.tokens_per_second,
+            }
+            self._publish("progress", record, None, written)
+        if delta.finish_reason is not None:
+            ended = moves.choice_ends(delta.index, record.meter.at(now), str(delta.finish_reason))
+            self._publish_move("choice_ended", record, ended)
+
+    # ------------------------------------------------------------ what its client is shown
 
     def shown(self, event: RequestEvent) -> None:
         """The client of a request is shown that; called before the request is forgotten."""
-        if isinstance(event, Delta):
+        if not isinstance(event, Paused | Resumed | Finished | Failed):
             return
         record = self._table.record(event.request_id)
-        if record is None or isinstance(event, PrefillProgress):  # of that `took` tells, to subscribers
+        if record is None:
             return
+        now = self._now()
         if isinstance(event, Paused | Resumed):
-            record.meter.steer(event, self._now())
-        if not isinstance(event, Finished | Failed):
-            self._moved(event, record)
-        elif record.group is None:
-            self._ended(record.status(self._now()), event)
+            record.meter.steer(event, now)
+            if record.is_held and not record.is_asleep:  # else the engine tells, or all are held
+                self._held_moves(event, record, now)
+            return
+        record.meter.ended_s = now
+        reason = event.error.code if isinstance(event, Failed) else record.status(now).finish_reason or ""
+        record.moves.all_move(ShownState.ENDED, record.meter.at(now), reason)
+        if record.group is None:
+            self._ended(record.status(now), event)
 
-    def _moved(self, event: RequestEvent, record: RequestRecord) -> None:
-        self._bus.request_moved(event, record.group.id if record.group else None)
+    def _held_moves(self, event: Paused | Resumed, record: RequestRecord, now: float) -> None:
+        """Its caller stops a request, or lets it go on, that no engine has."""
+        at = record.meter.at(now)
+        if isinstance(event, Paused):
+            move = record.moves.all_move(ShownState.PAUSED, at, "asked to")
+        else:
+            move = record.moves.all_move(ShownState.HELD, at, "no engine has it yet")
+        self._publish(event_name(type(event)), record, move)
 
     def refused(self, record: RequestRecord, error: ErrorInfo) -> None:
         """A request ended before it was submitted; one of a call is told of with the call.
@@ -275,3 +250,33 @@ class RequestHistory:
     def _ended(self, status: RequestStatus, event: RequestEvent | None = None) -> None:
         self.recent.append(status)
         self._bus.request_ended(status, event)
+
+    # ------------------------------------------------------------ to subscribers
+
+    def _row(self, record: RequestRecord) -> dict[str, Any]:
+        return record.status(self._now()).as_row()
+
+    def _publish_move(self, what: str, record: RequestRecord, move: RequestMove | None) -> None:
+        if move is not None:
+            self._publish(what, record, move)
+
+    def _publish(
+        self,
+        what: str,
+        record: RequestRecord,
+        move: RequestMove | None,
+        fields: Mapping[str, Any] | None = None,
+    ) -> None:
+        if self._bus.keeps:
+            told = dict(fields or {})
+            if move is not None:
+                told["move"] = msgspec.to_builtins(move)
+            told["group"] = record.group.id if record.group else None
+            self._bus.request_told(record.request_id, what, told, record.owner)
+
+
+def _fields(event: RequestEvent) -> dict[str, Any]:
+    """The figures of an engine's event, without its name and its request's."""
+    fields: dict[str, Any] = msgspec.to_builtins(event)
+    del fields["type"], fields["request_id"]
+    return fields

@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from stoker.client.requests.history import RequestMeter, Wait, tokens_per_second
+from stoker.client.requests.meter import RequestMeter, Wait, tokens_per_second
+from stoker.client.requests.moves import LOADING, RequestMoves
 from stoker.client.store.file import KeptFile, KeptRequest, Shown
 from stoker.errors import InvalidRequestError, QueueFullError
 from stoker.ipc.commands import Submit
@@ -124,6 +125,7 @@ class RequestRecord:
         charges: engines that ended while they computed it, since its last token.
         preparation_crashes: engines that ended while they may have prepared it; 0 once one has.
         meter: its times.
+        moves: what it went through, as others are shown it.
     """
 
     request_id: str
@@ -152,12 +154,14 @@ class RequestRecord:
     charges: int = 0
     preparation_crashes: int = 0
     meter: RequestMeter = field(init=False)
+    moves: RequestMoves = field(init=False)
     _before: list[PromptEcho | StateReady] = field(default_factory=list)
     _end: Finished | Failed | None = None
 
     def __post_init__(self) -> None:
         arrived_at = time.time() - (time.monotonic() - self.since)
         self.meter = RequestMeter(arrived_at=arrived_at, arrived_s=self.since)
+        self.moves = RequestMoves(self.request.n)
 
     def __repr__(self) -> str:
         return (
@@ -250,17 +254,31 @@ class RequestRecord:
             processed_tokens=meter.processed_tokens,
             position=meter.position,
             eta_s=meter.eta_s(now),
+            waits_for=self._waits_for,
+            cache_source=usage.cache_source or meter.cache_source,
+            end_to_end_s=meter.end_to_end_s(now),
+            itl_ms=meter.gaps.status(),
+            num_restarts=meter.num_restarts,
+            draft_tokens=usage.draft_tokens,
+            accepted_tokens=usage.accepted_tokens,
+            moves=self.moves.listed,
+            num_moves=self.moves.num_moves,
         )
+
+    @property
+    def _waits_for(self) -> str:
+        """Why it does not compute, with how far the load of its model is."""
+        why = "" if self.is_ended else self.moves.waits_for
+        fraction = self.meter.load_fraction
+        return f"{why}, {fraction:.0%}" if why == LOADING and fraction else why
 
     @property
     def _shown_state(self) -> str:
         if self.is_ended:
             return "ended"
         match self.stage:
-            case Stage.ADMITTED if self.num_running == 0:
-                return "parked"
-            case Stage.ADMITTED:
-                return "prefill" if self.meter.first_token_s is None else "decode"
+            case Stage.ADMITTED | Stage.QUEUED:
+                return str(self.moves.state)
             case Stage.SENT:
                 return str(Stage.PREPARING)
         return str(self.stage)
@@ -336,7 +354,7 @@ class RequestRecord:
             case PrefillProgress():
                 return self.request.return_progress and self.num_generated == 0
             case Delta():
-                return self._take_delta(event)
+                return self.take_delta(event)
             case Failed() if self.was_accepted and event.error.code == QueueFullError.code:
                 self.hold()
                 return False
@@ -346,11 +364,7 @@ class RequestRecord:
         """Keep what is delivered; False where it repeats what was: an echo and a state are there once."""
         match event:
             case Delta():
-                deltas = self.choices.setdefault(event.index, [])
-                deltas.append(event)
-                if len(deltas) == MAX_DELTAS:
-                    deltas[:] = [joined(deltas)]
-                self.num_generated += len(event.token_ids)
+                self._note_delta(event)
             case PromptEcho() | StateReady():
                 if any(type(before) is type(event) for before in self._before):
                     return False
@@ -379,7 +393,7 @@ class RequestRecord:
                 self.was_accepted = True
                 self.num_context = event.num_context
                 self.stage = Stage.ADMITTED
-                self.parked.clear()
+                self.parked.discard(event.index)
             case Parked():
                 self.parked.add(event.index)
                 self.is_quiet = False
@@ -393,10 +407,19 @@ class RequestRecord:
                 self.is_quiet = False
         return is_shown
 
-    def _take_delta(self, delta: Delta) -> bool:
-        if self._is_finished(delta.index):
+    def _note_delta(self, delta: Delta) -> None:
+        deltas = self.choices.setdefault(delta.index, [])
+        deltas.append(delta)
+        if len(deltas) == MAX_DELTAS:
+            deltas[:] = [joined(deltas)]
+        self.num_generated += len(delta.token_ids)
+
+    def take_delta(self, delta: Delta) -> bool:
+        """As `take`, of what comes with every token."""
+        deltas = self.choices.get(delta.index)
+        if deltas is not None and deltas[-1].finish_reason is not None:
             return False
-        self._note(delta)
+        self._note_delta(delta)
         if delta.token_ids:
             self.stage = Stage.ADMITTED
             self.parked.discard(delta.index)

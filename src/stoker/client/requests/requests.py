@@ -14,7 +14,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
-from stoker.client.requests.history import Wait
+from stoker.client.requests.meter import Wait
+from stoker.client.requests.record import Stage
 from stoker.client.requests.replay import Replay
 from stoker.errors import RequestNotFoundError, RequestTimeoutError
 from stoker.ipc.commands import Cancel, Pause, Resume
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
     from stoker.client.requests.table import RequestTable
     from stoker.errors import ErrorInfo, StokerError
     from stoker.ipc.commands import Submit
+    from stoker.ipc.events import Delta
     from stoker.ipc.request import GenerateRequest
 
 
@@ -120,6 +122,11 @@ class Admission:
 class ToEngine(Protocol):
     """The way to the engine that serves, if one does."""
 
+    @property
+    def absence(self) -> str:
+        """Why none serves, for people; empty: one does."""
+        ...
+
     def send(self, command: Cancel | Pause | Resume) -> None:
         """Hand it a command."""
         ...
@@ -201,7 +208,7 @@ class Requests:
             self._admission.check(record.request, waiting, now)
         events = self._replay.add(record)
         self._admission.arrived(model, now)
-        self.history.arrived(record)
+        self.history.arrived(record, self._engine.absence)
         self._deliver(events)
         self._engine.hand_out()
 
@@ -257,24 +264,48 @@ class Requests:
 
     def release(self) -> list[Submit]:
         """Those that a serving engine may have now; they count as given from here on."""
-        return self._replay.release(time.monotonic())
+        given = self._replay.release(time.monotonic())
+        for submit in given:
+            if (record := self.table.find(submit.request_id)) is not None:
+                self.history.given(record)
+        return given
 
     def take(self, event: RequestEvent) -> None:
         """The engine reports: note it, and show the client what it has not seen."""
         self.history.took(event)
+        if isinstance(event, Finished):
+            event = self.history.timed(event)
         if self._replay.record(event):
             self._deliver([event])
 
+    def take_delta(self, delta: Delta, now: float) -> bool:
+        """As `take`, of what comes with every token.
+
+        Returns:
+            Whether the engine may be given something now.
+        """
+        record = self.table.find(delta.request_id)
+        if record is None or record.stage is Stage.HELD:
+            return False
+        if record.charges or record.preparation_crashes:  # this clears it
+            self.take(delta)
+            return True
+        if record.take_delta(delta):
+            self.history.wrote(record, delta, now)
+            for sink in tuple(record.sinks):
+                sink(delta)
+        return False
+
     def engine_exited(self, end: EngineExit) -> None:
         """The engine has ended unasked: end whom that convicts, hold the others for the next one."""
-        self.history.waits(Wait.RESTART)
+        self.history.held(Wait.RESTART, "the engine is restarting")
         self._deliver(self._replay.engine_exited(end))
 
     def sleep(self) -> None:
         """The engine has left as it was asked to: hold all of them, and their time."""
         for group in self.table.groups.values():
             group.stop()
-        self.history.waits(Wait.SUSPENDED)
+        self.history.held(Wait.SUSPENDED, "the engine is suspended")
         self._deliver(self._replay.sleep(time.monotonic()))
 
     def wake(self) -> None:
@@ -295,6 +326,10 @@ class Requests:
             if live.is_ready and live.has_expired(now):  # else its translation ends with its time
                 text = f"request {live.request_id} did not finish within {live.request.timeout_s:g} s"
                 self._deliver(live.failed(RequestTimeoutError(text).info()))
+
+    def tell_progress(self) -> None:
+        """Tell how far prompts are whose step takes long: their clients, if they asked, and subscribers."""
+        self._deliver(self.history.overdue_progress())
 
     def fail_unservable(self) -> None:
         """End those whose model has failed for good."""

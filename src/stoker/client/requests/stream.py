@@ -96,7 +96,7 @@ class RequestStream:
         # Deltas that will be read as one wait as a list: joined only then, merging costs nothing.
         self._waiting: deque[list[Delta] | StreamEvent | Failed] = deque()
         self._runs: dict[int, list[Delta]] = {}  # the last that waits of each choice
-        self._has_news = asyncio.Event()
+        self._reader: asyncio.Future[None] | None = None  # waits for the next event
         self._is_admitted = False
         self._is_ended = False  # the terminal event was pushed
         self._is_over = False  # the consumer has read it, or has left
@@ -113,9 +113,19 @@ class RequestStream:
         """Add an event; what comes after the terminal one, or after the consumer left, is ignored."""
         if self._is_ended or self._is_over:
             return
+        if type(event) is Delta:
+            self._push_delta(event)
+        else:
+            self._push_other(event)
+        self._wake()
+
+    def _wake(self) -> None:
+        reader, self._reader = self._reader, None
+        if reader is not None and not reader.done():
+            reader.set_result(None)
+
+    def _push_other(self, event: Event) -> None:
         match event:
-            case Delta():
-                self._push_delta(event)
             case Queued() | PrefillProgress() if self._waiting and type(self._waiting[-1]) is type(event):
                 self._waiting[-1] = event
             case Admitted() if self._is_admitted:
@@ -128,7 +138,6 @@ class RequestStream:
                 self._waiting.append(event)
             case PrefillProgress() | PromptEcho() | StateReady():
                 self._waiting.append(event)
-        self._has_news.set()
 
     def _push_notice(self, notice: Notice) -> None:
         if len(self._waiting) >= MAX_WAITING:
@@ -151,14 +160,14 @@ class RequestStream:
         while not self._waiting:
             if self._is_over:
                 raise StopAsyncIteration
-            self._has_news.clear()
-            await self._has_news.wait()
+            self._reader = asyncio.get_running_loop().create_future()
+            await self._reader
         event = self._waiting.popleft()
         match event:
             case list():
                 if self._runs.get(event[0].index) is event:
                     del self._runs[event[0].index]
-                return joined(event)
+                return event[0] if len(event) == 1 else joined(event)
             case Failed():
                 self._is_over = True
                 raise error_from_info(event.error)
@@ -171,7 +180,7 @@ class RequestStream:
         if not self._is_over:
             self._is_over = True
             self._waiting.clear()
-            self._has_news.set()
+            self._wake()
             if not self._is_ended:
                 self._on_abandon()
 

@@ -103,6 +103,7 @@ class Job:
         position, runs_at_s: place in the queue, and when it may run, as last published; None: not known.
         progress_s: when the progress of its prompt was published last.
         num_preemptions: times that choices which have ended gave their places up.
+        num_drafted, num_accepted: tokens guessed for these choices, and those of them that were drawn.
         num_dropped: tokens that shifts of the context dropped, over all choices.
         num_generated: tokens of all choices, those delivered before a restart included.
         past: tokens of the choices that have ended, by index.
@@ -122,6 +123,8 @@ class Job:
     is_paused: bool = False
     num_generated: int = 0
     num_preemptions: int = 0
+    num_drafted: int = 0
+    num_accepted: int = 0
     position: int = 0
     runs_at_s: float | None = None
     progress_s: float = -math.inf
@@ -248,7 +251,14 @@ class Job:
             self.num_cached = sequence.num_cached or 0
             self.cache_source = sequence.cache_source if self.num_cached else None
         return Admitted(
-            self.request_id, self.num_cached, self.cache_source, len(self.prompt), self.num_context
+            self.request_id,
+            self.num_cached,
+            self.cache_source,
+            len(self.prompt),
+            self.num_context,
+            index=sequence.key.index,
+            slot=None if sequence.slot is None else sequence.place,
+            reason=sequence.why,
         )
 
     def note(self, delta: Delta) -> None:
@@ -270,6 +280,8 @@ class Job:
     def _close_choice(self, index: int) -> Generation:
         choice = self.choices.pop(index)
         self.num_preemptions += choice.sequence.num_preemptions
+        self.num_drafted += choice.sequence.num_drafted
+        self.num_accepted += choice.sequence.num_accepted
         self.past[index] = choice.generation.tokens
         return choice.generation
 
@@ -313,6 +325,8 @@ class Job:
                 cached_tokens=self.num_cached,
                 cache_source=self.cache_source,
                 dropped_tokens=self.num_dropped,
+                draft_tokens=self.num_drafted,
+                accepted_tokens=self.num_accepted,
             ),
             timings=Timings(
                 queue_s=admitted_s - self.arrival_s,

@@ -234,7 +234,8 @@ class Preparation:
         with self._lock:
             is_first, self._is_posted = not self._is_posted, True
         if is_first and post is not None:
-            self._inbox.put(post)
+            with self._inbox.interrupt.arrival():
+                self._inbox.put(post)
         return is_first
 
 

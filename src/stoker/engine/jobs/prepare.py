@@ -330,7 +330,7 @@ def _prompt(request: GenerateRequest, context: PrepContext) -> tuple[list[int], 
     """Token ids of the prompt, and where images stand among them (SPEC V5)."""
     if context.vision is None:
         if request.pictures:
-            text = f"{context.model} takes no pictures: it is served without a projector (mmproj)"
+            text = f"{context.model} takes no pictures and no recordings: it has no projector (mmproj)"
             raise UnsupportedError(text, param="messages")
     elif request.pictures or (isinstance(request.prompt, str) and IMAGE_MARKER in request.prompt):
         return pictured_prompt(request, context.vocabulary, context.vision)

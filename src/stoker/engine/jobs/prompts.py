@@ -10,6 +10,7 @@ import secrets
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from stoker.backends.protocol.backend import PicturePart
 from stoker.cache.radix import image_ids, key_of
 from stoker.errors import ContextLengthError, InvalidRequestError, UnsupportedError
 from stoker.ipc.request import IMAGE_MARKER, GenerateRequest
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
 
     from stoker.backends.protocol.backend import Vocabulary
     from stoker.backends.protocol.vision import Layout, Vision
-    from stoker.ipc.request import Picture
+    from stoker.ipc.request import Medium
 
 QUICK_CHARS = 2**14
 """A shorter text is tokenised in some hundredths of a second: it is not looked at beforehand."""
@@ -126,7 +127,8 @@ def pictured_prompt(
     num_given = len(request.pictures)
     if len(texts) - 1 != num_given:
         raise InvalidRequestError(
-            f"the prompt has {len(texts) - 1} places for pictures ({IMAGE_MARKER}), {num_given} were given",
+            f"the prompt has {len(texts) - 1} places for pictures and recordings ({IMAGE_MARKER}),"
+            f" {num_given} were given",
             param="messages" if request.is_chat or num_given else "prompt",
         )
     tokens = text_tokens(texts[0], vocabulary, is_chat=request.is_chat)
@@ -142,25 +144,29 @@ def pictured_prompt(
 
 def _check_pictured(request: GenerateRequest) -> None:
     if not isinstance(request.prompt, str):
-        raise InvalidRequestError("pictures go with a prompt that is text, not token ids", param="prompt")
+        raise InvalidRequestError(
+            "pictures and recordings go with a prompt that is text, not token ids", param="prompt"
+        )
     for name in ("echo", "context_shift", "prompt_logprobs", "state_output"):
         if getattr(request, name) not in {None, False}:
-            raise UnsupportedError(f"{name} cannot be had of a prompt with pictures", param=name)
+            raise UnsupportedError(
+                f"{name} cannot be had of a prompt with pictures or recordings", param=name
+            )
 
 
-def _append_image(tokens: list[int], picture: Picture, layout: Layout, content: bytes) -> list[ImageSpan]:
+def _append_image(tokens: list[int], picture: Medium, layout: Layout, content: bytes) -> list[ImageSpan]:
     """Append an image to `tokens`; a tall one may come in several parts.
 
     `content` is what its numbers are made of: equal content shares what was computed of it.
     """
     spans, offset = [], 0
-    num_tokens = sum(part for part in layout if isinstance(part, int))
+    num_tokens = sum(part.num_tokens for part in layout if isinstance(part, PicturePart))
     ids = image_ids(content, num_tokens)
     for part in layout:
-        if isinstance(part, int):
+        if isinstance(part, PicturePart):
             spans.append(ImageSpan(len(tokens), part, picture, key_of(ids), offset))
-            tokens += ids[offset : offset + part]
-            offset += part
+            tokens += ids[offset : offset + part.num_tokens]
+            offset += part.num_tokens
         else:
             tokens += part
     return spans

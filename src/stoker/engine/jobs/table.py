@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from stoker.engine.jobs.job import Job
 from stoker.errors import RequestTimeoutError
-from stoker.ipc.events import Event, Failed, Parked, Paused, Resumed
+from stoker.ipc.events import Event, Failed, Parked, Paused, Resumed, Waiting
 from stoker.ipc.request import FinishReason
 from stoker.kv.sequence import ParkForm, SequenceState
 
@@ -48,10 +48,12 @@ class JobTable:
 
     Attributes:
         events: what has happened in the engine, for the loop to publish.
+        num_changes: how often a request was entered, or has gone.
     """
 
     def __init__(self) -> None:
         self.events: list[Event] = []
+        self.num_changes = 0
         self._jobs: dict[str, Job] = {}
         self._pending: dict[str, dict[str, Job]] = {}
         self._placed: dict[str, dict[str, Job]] = {}
@@ -101,6 +103,11 @@ class JobTable:
         """Whether any request waits or runs; paused ones are not counted."""
         return any(not job.is_paused for job in self._jobs.values())
 
+    @property
+    def has_only_one(self) -> bool:
+        """Whether exactly one request waits or runs; paused ones are not counted."""
+        return sum(not job.is_paused for job in self._jobs.values()) == 1
+
     def next_deadline_s(self) -> float | None:
         """When the first request passes its deadline."""
         return min((at for job in self._jobs.values() if (at := job.deadline_s) is not None), default=None)
@@ -109,6 +116,7 @@ class JobTable:
 
     def add(self, job: Job) -> None:
         """Enter a pending request."""
+        self.num_changes += 1
         self._jobs[job.request_id] = job
         self._pending.setdefault(job.model, {})[job.request_id] = job
         if job.deadline_s is not None:
@@ -141,6 +149,21 @@ class JobTable:
                 has_begun = sequence.state is not SequenceState.QUEUED or job.admitted_s is not None
                 if not has_begun and sequence is job.leader and job.is_news(position, eta_s, now):
                     self.events.append(job.placed_at(position, eta_s, now))
+
+    def publish_hindrances(self, hindered: Iterable[Sequence]) -> None:
+        """Events for those that wait for another reason than was published."""
+        for sequence in hindered:
+            why = sequence.hindrance
+            if why is not None:  # else it was admitted since
+                self.events.append(
+                    Waiting(
+                        request_id=sequence.key.request_id,
+                        index=sequence.key.index,
+                        reason=why.reason,
+                        by=why.by or None,
+                        is_for_prefix=why.is_prefix,
+                    )
+                )
 
     # ------------------------------------------------------------ what callers want; unknown ids are ignored
 
@@ -281,6 +304,7 @@ class JobTable:
 
     def _forget(self, request_id: str) -> None:
         job = self._jobs.pop(request_id, None)
+        self.num_changes += 1
         if job is not None:
             self._pending.get(job.model, {}).pop(request_id, None)
             self._placed.get(job.model, {}).pop(request_id, None)

@@ -61,9 +61,9 @@ class LoadThreads:
 
         def answer() -> Sized:
             model = self._models.open(spec.path)
+            found = model.estimator()  # before the devices, whose drivers may still start
             there = [each for each in model.devices() if self.lost.get(each.id, 0) < MAX_LOSSES]
             self._devices.know(there)
-            found = model.estimator()
             missing = tuple(sorted(self.lost.keys() - {each.id for each in there}))
             if spec.draft_path and spec.speculation.uses_model:
                 found = with_draft(found, self._models.open(spec.draft_path).estimator())
@@ -105,10 +105,12 @@ class LoadThreads:
     ) -> None:
         def run() -> None:
             try:
-                self._inbox.put(work())
+                post = work()
             except StokerError as error:
-                self._inbox.put(failed(error))
+                post = failed(error)
             except Exception as error:  # noqa: BLE001 - a worker's bug must end one request, not the loop
-                self._inbox.put(failed(EngineError(f"{type(error).__name__}: {error}")))
+                post = failed(EngineError(f"{type(error).__name__}: {error}"))
+            with self._inbox.interrupt.arrival():
+                self._inbox.put(post)
 
         pool.submit(run)

@@ -145,15 +145,15 @@ class PressureHandler:
         """What the rungs that are taken, and heat, let run."""
         is_hot = self._heat.level.rank >= Heat.SERIOUS.rank
         is_taken = self._ladder.is_taken
+        by_heat = is_hot and not is_taken(Rung.PAUSE_BACKGROUND)
+        who = "everything" if is_taken(Rung.PARK_INTERACTIVE) else "background"
         return Throttle(
             holds_background=is_hot or is_taken(Rung.PAUSE_BACKGROUND),
             holds_all=is_taken(Rung.PARK_INTERACTIVE),
             is_lowered=is_taken(Rung.LOWER_LIMITS),
             keeps_nothing=is_taken(Rung.DROP_IDLE_CELLS),
             halves_time=self._heat.level is Heat.CRITICAL,
-            reason="the machine is hot"
-            if is_hot and not is_taken(Rung.PAUSE_BACKGROUND)
-            else "memory is short",
+            reason=f"{'heat' if by_heat else 'memory pressure'}: {who} waits",
         )
 
     def _take(self, rung: Rung, now: float) -> int:

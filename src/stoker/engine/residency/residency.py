@@ -11,6 +11,8 @@ import logging
 import math
 from typing import TYPE_CHECKING
 
+from msgspec.structs import replace
+
 from stoker.backends.protocol.encoding import Encoder
 from stoker.engine.inbox import Loaded, LoadFailed, LoadMoved, LoadStop, Sized
 from stoker.engine.residency.catalogue import (
@@ -105,6 +107,11 @@ class Residency:
 
     # ------------------------------------------------------------ questions
 
+    @property
+    def is_loading(self) -> bool:
+        """Whether a model is loaded now, or waits for room."""
+        return self._load is not None
+
     def runner_for(self, model: str) -> ModelRunner | None:
         """Where a new request for that model goes; None: it waits until the model is there.
 
@@ -145,7 +152,7 @@ class Residency:
         """What the client wants of a model."""
         match command:
             case KnowModel(spec, is_suspect):
-                self._catalogue.know(spec).is_suspect = is_suspect
+                self._know(spec).is_suspect = is_suspect
             case LostDevices(times):
                 self._threads.lost = times
             case LoadModel():
@@ -158,6 +165,15 @@ class Residency:
                     if is_pinned:
                         self._swaps.gone(model)
                         self._stay(model)
+
+    def _know(self, spec: ModelSpec) -> ServedModel:
+        """Serve a model; one that is known is loaded so the next time, and stays for as long as that says."""
+        served = self._catalogue.know(spec)
+        is_loading = self._load is not None and self._load.served is served
+        if served.is_in_memory or is_loading:
+            spec = replace(served.spec, keep_alive_s=spec.keep_alive_s)
+        served.spec, served.keep_alive_s = spec, spec.keep_alive_s
+        return served
 
     def _ask(self, command: LoadModel, now: float) -> None:
         served, spec = self._catalogue.know(command.spec), command.spec

@@ -219,7 +219,7 @@ class ImageEncoder:
         ends = {span.start: span.end for span in sequence.images}
         needed = [each for each in placed if ends[each.start] > sequence.num_computed]
         found = [(span, self._rows_of(span, now)) for span in sequence.unencoded_images]
-        new = [Placed(span.start, rows) for span, rows in found if rows is not None]
+        new = [Placed(span.start, rows, span.part) for span, rows in found if rows is not None]
         if (new or len(needed) < len(placed)) and sequence.slot is not None:
             pictures = tuple(sorted([*needed, *new], key=lambda each: each.start))
             sequence.conditioning = msgspec.structs.replace(sequence.conditioning, pictures=pictures)

@@ -31,7 +31,7 @@ from stoker.ipc.request import FinishReason, StateOutput
 from stoker.ipc.usage import Tensor
 from stoker.sampling.logprobs import Likelihoods
 from stoker.sampling.truncation import Workspace
-from stoker.scheduler.cost import StepCost
+from stoker.scheduler.cost import StepCost, StepTally
 from stoker.scheduler.plan import MIN_SLICE_S, SLICE_SHARE, SliceBudget
 
 if TYPE_CHECKING:
@@ -77,6 +77,7 @@ class OneShotRunner:
         load: how it came into memory.
         degraded: what it was given less of than was asked for.
         allowance_s: what a call may take beside readers of another model's text; None: its own target.
+        tally: what its calls did since that was asked last.
     """
 
     def __init__(self, spec: ModelSpec, encoder: Encoder, timer: StepTimer, jobs: JobTable) -> None:
@@ -87,6 +88,7 @@ class OneShotRunner:
         self.allowance_s: float | None = None
         self._timer = timer
         self._jobs = jobs
+        self.tally = StepTally()
         self._cost = StepCost()
         self._timed = timer.join(encoder, self._cost)
         limits = encoder.capabilities
@@ -137,9 +139,24 @@ class OneShotRunner:
         return False
 
     @property
+    def is_cold(self) -> bool:
+        """Its calls are of any length: there is nothing to warm."""
+        return False
+
+    @property
     def num_cells(self) -> tuple[int, int]:
         """It has none."""
         return 0, 0
+
+    @property
+    def running(self) -> list[Sequence]:
+        """What it keeps of texts goes on from nothing stored."""
+        return []
+
+    @property
+    def num_computing(self) -> tuple[int, int]:
+        """Texts of the call under way; none writes."""
+        return len(self.queue.chosen), 0
 
     def contender(self) -> Contender:
         """How it takes part in the choice of the next turn."""
@@ -222,6 +239,7 @@ class OneShotRunner:
         for sequence in self.queue.choose(max_tokens, limits.num_sequences, now):
             job = self._jobs[sequence.key.request_id]
             self._jobs.events.append(job.admitted(sequence, now))
+        self._jobs.publish_hindrances(self.queue.hinder_rest())
         self._jobs.publish_positions(self.spec.id, self.queues, now)
 
     def step(self, now: float) -> None:
@@ -231,6 +249,9 @@ class OneShotRunner:
 
     def rest(self, now: float) -> None:
         """It has nothing to store."""
+
+    def warm(self, now: float) -> None:
+        """It has nothing to warm."""
 
     def _run(self, texts: Several[Sequence], now: float) -> None:
         """One call; a failing one is halved until it fails its culprit alone (SPEC Q12)."""
@@ -250,7 +271,8 @@ class OneShotRunner:
             self._run(texts[:middle], now)
             self._run(texts[middle:], now)
         else:
-            self._timer.end(self._timed, num_tokens)
+            self.tally.took(self._timer.end(self._timed, num_tokens))
+            self.tally.num_prompt_tokens += num_tokens
             vectors = dict(zip(different, found, strict=True))
             for sequence in texts:
                 self._deliver(sequence, vectors[shared_text(sequence)], self._timer.now())
@@ -393,6 +415,7 @@ class ChoiceSteps:
             except BaseException:
                 self._timer.abandon()
                 raise
-            self._timer.end(self._timed, num_tokens)
+            self._scheduler.tally.took(self._timer.end(self._timed, num_tokens))
+            self._scheduler.tally.num_prompt_tokens += num_tokens
         for each in found:
             current.found.add(each.text, each.rows, each.tokens)

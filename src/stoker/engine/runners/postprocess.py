@@ -187,6 +187,7 @@ class Postprocess:
         if self._defers and not num_ahead and not isinstance(rows, Candidates):
             self._take(job, sequence, generation.draw(rows[-1]))
             return
+        sequence.num_drafted += num_ahead
         draft = part.item.tokens[len(part.item.tokens) - num_ahead :]
         for at, guess in enumerate((*draft, None), start=len(rows) - num_ahead - 1):
             delta = generation.advance(rows[at : at + 1] if isinstance(rows, Candidates) else rows[at])
@@ -194,6 +195,7 @@ class Postprocess:
             is_guessed = delta.finish_reason is None and token == guess
             if is_guessed:
                 sequence.draw_ahead()
+                sequence.num_accepted += 1
             else:
                 self._scheduler.take_back(sequence)
             sequence.tokens.append(token)
@@ -221,6 +223,7 @@ class Postprocess:
         if job.first_token_s is None:
             job.first_token_s = now
         job.note(delta)
+        self._scheduler.tally.num_drawn += 1
         self._jobs.events.append(delta)
         if delta.finish_reason is not None:
             self._end_in_flight(sequence)

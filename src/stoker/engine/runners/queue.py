@@ -9,7 +9,7 @@ from __future__ import annotations
 from itertools import accumulate, islice
 from typing import TYPE_CHECKING
 
-from stoker.kv.sequence import SequenceState
+from stoker.kv.sequence import Hindrance, SequenceState
 from stoker.scheduler.queue import Aging, RequestQueue, Throttle
 
 if TYPE_CHECKING:
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 
 LEAST_RETRY_S = 1.0
+_CALL_IS_FULL = Hindrance("the call under way is full")
 SharedText = tuple[bytes, tuple[int, ...]]
 
 
@@ -176,6 +177,16 @@ class OneShotQueue:
         if self.chosen:
             self._aging.stepped(favoured)
         return list(self.chosen)
+
+    def hinder_rest(self) -> list[Sequence]:
+        """Note why those wait that are in no call; returns those that waited for something else before."""
+        held, found = Hindrance(self.throttle.reason), []
+        for sequence in self.queue:
+            why = held if self.throttle.holds(sequence) else _CALL_IS_FULL
+            if sequence.hindrance != why:
+                sequence.hindrance = why
+                found.append(sequence)
+        return found
 
     def _allowed(self) -> list[Sequence]:
         return [sequence for sequence in self.queue if not self.throttle.holds(sequence)]

@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from stoker.ipc.model import ModelSpec
     from stoker.ipc.request import Priority
     from stoker.ipc.status import SlotStatus
+    from stoker.kv.sequence import Sequence
+    from stoker.scheduler.cost import StepTally
     from stoker.scheduler.queue import Throttle
 
 
@@ -44,6 +46,7 @@ class ModelRunner(Protocol):
         degraded: what it was given less of than was asked for.
         allowance_s: what a one-shot call may take beside readers of another model; None: its own target.
         prep: what preparing a request for it takes.
+        tally: what its steps did since that was asked last.
     """
 
     spec: ModelSpec
@@ -51,6 +54,7 @@ class ModelRunner(Protocol):
     degraded: tuple[str, ...]
     allowance_s: float | None
     prep: PrepContext
+    tally: StepTally
 
     # ------------------------------------------------------------ questions
 
@@ -80,8 +84,23 @@ class ModelRunner(Protocol):
         ...
 
     @property
+    def is_cold(self) -> bool:
+        """Whether there are kernels of its devices to be warmed."""
+        ...
+
+    @property
     def num_cells(self) -> tuple[int, int]:
         """Cells in all, and cells in use."""
+        ...
+
+    @property
+    def running(self) -> list[Sequence]:
+        """Sequences that may go on from what is stored, and compute; read only."""
+        ...
+
+    @property
+    def num_computing(self) -> tuple[int, int]:
+        """Sequences in slots that read their prompts, and those that write."""
         ...
 
     def contender(self) -> Contender:
@@ -142,4 +161,8 @@ class ModelRunner(Protocol):
 
     def rest(self, now: float) -> None:
         """Nothing is to be computed: store something that is only in cells."""
+        ...
+
+    def warm(self, now: float) -> None:
+        """Nothing is to be computed: one step that warms kernels; only where `is_cold`."""
         ...

@@ -15,6 +15,7 @@ from stoker.engine.runners.oneshot import ChoiceSteps
 from stoker.engine.runners.runner import Contender
 from stoker.engine.runners.status import slot_status
 from stoker.engine.runners.steps import StepRunner, carry_out
+from stoker.engine.runners.warming import Warming
 from stoker.errors import (
     SchedulerStalledError,
     StokerError,
@@ -59,6 +60,7 @@ class SlotRunner:
         load: how it came into memory.
         degraded: what it was given less of than was asked for.
         allowance_s: not used: a step is bounded by the model's own policy.
+        tally: what its steps did since that was asked last.
     """
 
     def __init__(
@@ -74,12 +76,15 @@ class SlotRunner:
         self._num_stalls_total = 0
         limits = backend.capabilities
         self.scheduler = Scheduler(scheduler_limits(spec, backend), cache)
+        self.tally = self.scheduler.tally
         vision, draws = backend.extensions.vision, backend.extensions.draws
         self._image_encoder = (
             None if vision is None else ImageEncoder(backend, vision, self.scheduler, timer, cache)
         )
         self._speculator = Speculator(backend, self.scheduler, jobs.speculates, spec.speculation, timer.now)
         self._steps = StepRunner(backend, self.scheduler, jobs, self._speculator, timer, self._carry_out)
+        num_slots = min(spec.num_slots, limits.num_sequences)
+        self._warming = Warming(spec.id, backend, timer, self._steps.place, num_slots)
         self._choices: ChoiceSteps | None = None  # until the first request to choose
         self.prep = PrepContext(
             backend.vocabulary,
@@ -133,9 +138,25 @@ class SlotRunner:
         return self.scheduler.allocator.has_unstored
 
     @property
+    def is_cold(self) -> bool:
+        """Whether there are kernels of its devices to be warmed."""
+        return not self._warming.is_done
+
+    @property
     def num_cells(self) -> tuple[int, int]:
         """Cells in all, and cells in use."""
         return self.scheduler.cells.total, self.scheduler.cells.used
+
+    @property
+    def running(self) -> list[Sequence]:
+        """What holds a slot, in the order it got it."""
+        return self.scheduler.slots.running
+
+    @property
+    def num_computing(self) -> tuple[int, int]:
+        """Sequences that read their prompts, and those that write."""
+        states = [each.state for each in self.running]
+        return states.count(SequenceState.PREFILL), states.count(SequenceState.DECODE)
 
     def contender(self) -> Contender:
         """How it takes part in the choice of the next turn."""
@@ -157,13 +178,15 @@ class SlotRunner:
             "num_choosing": 0,
             "num_choosing_paused": 0,
         }
-        for part in (self.scheduler, self._image_encoder, self._speculator, self._choices):
+        parts = (self.scheduler, self._image_encoder, self._speculator, self._choices, self._steps.long_steps)
+        for part in parts:
             for name, value in part.stats().items() if part is not None else ():
                 counters[name] = counters.get(name, 0.0) + value
         return counters
 
     def activity(self, now: float) -> dict[str, float]:
         """What its steps were like lately."""
+        self.scheduler.note_steps()
         return self.scheduler.activity.figures(now)
 
     def slot_status(self, now: float) -> list[SlotStatus]:
@@ -219,13 +242,21 @@ class SlotRunner:
     def schedule(self, now: float) -> None:
         """Decide what runs: deadlines, cells, free slots."""
         self._steps.finish(now)
-        self._carry_out(self.scheduler.schedule(now), now)
-        self._jobs.publish_positions(self.spec.id, self.queues, now)
+        is_steady = self.scheduler.is_steady(now)
+        if not is_steady:
+            self._carry_out(self.scheduler.schedule(now), now)
+        if not is_steady or self._choices is not None:
+            self._jobs.publish_positions(self.spec.id, self.queues, now)
 
     def rest(self, now: float) -> None:
         """There is time: store something that is only in cells."""
         self._steps.settle(now)
         self._carry_out(self.scheduler.store_idle(now), now)
+
+    def warm(self, now: float) -> None:
+        """There is time: one step of a kind that requests may bring."""
+        self._steps.settle(now)
+        self._warming.step(self.scheduler.cells.free)
 
     def step(self, now: float) -> None:
         """Plan one step over what runs, compute it and draw from its rows."""
@@ -269,6 +300,8 @@ class SlotRunner:
                 continue
             if (job := self._jobs.get(sequence.key.request_id)) is not None:
                 self._jobs.events.append(job.admitted(sequence, now))
+        if schedule.hindered:
+            self._jobs.publish_hindrances(schedule.hindered)
         self._fail(failed, now)
 
     def _fail(self, failed: Iterable[tuple[Sequence, StokerError]], now: float) -> None:
@@ -295,6 +328,7 @@ def _parked(parking: Parking) -> Parked:
         index=sequence.key.index,
         form=sequence.form or ParkForm.TOKENS,
         reason=parking.reason,
+        by=parking.by or None,
     )
 
 

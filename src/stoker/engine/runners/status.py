@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import count
 from typing import TYPE_CHECKING
 
 from stoker.engine.jobs.table import Place, places
@@ -36,19 +37,25 @@ def model_status(served: ServedModel, leases: int, now: float) -> ModelStatus:
 
 
 def slot_status(scheduler: Scheduler, model: str, now: float) -> list[SlotStatus]:
-    """Each slot as it is now."""
-    return [
+    """Each slot as it is now, by the places that sequences take up."""
+    shown = scheduler.slots.shown()
+    taken = {slot.sequence.place for slot in shown if slot.sequence is not None}
+    free = (place for place in count() if place not in taken)
+    found = [
         SlotStatus(
-            id=slot.id,
+            id=next(free) if slot.sequence is None else slot.sequence.place,
             state="idle" if slot.sequence is None else slot.sequence.state,
             model=model,
             num_tokens=len(slot.kept) if slot.sequence is None else slot.sequence.num_computed,
             request_id=None if slot.sequence is None else slot.sequence.key.request_id,
             priority=None if slot.sequence is None else slot.sequence.priority,
             story=[] if slot.sequence is None else _story(slot.sequence, now),
+            index=None if slot.sequence is None else slot.sequence.key.index,
+            others=[] if slot.sequence is None else list(slot.sequence.others),
         )
-        for slot in scheduler.slots.shown()
+        for slot in shown
     ]
+    return sorted(found, key=lambda status: status.id)
 
 
 def waiting_status(runners: Iterable[ModelRunner], now: float) -> dict[SequenceState, list[WaitStatus]]:
@@ -67,6 +74,7 @@ def waiting_status(runners: Iterable[ModelRunner], now: float) -> dict[SequenceS
 
 
 def _waiting(sequence: Sequence, model: str, now: float, place: Place | None) -> WaitStatus:
+    hindrance = sequence.hindrance
     return WaitStatus(
         request_id=sequence.key.request_id,
         index=sequence.key.index,
@@ -77,6 +85,9 @@ def _waiting(sequence: Sequence, model: str, now: float, place: Place | None) ->
         num_tokens=len(sequence.tokens),
         form=sequence.form,
         story=_story(sequence, now),
+        others=list(sequence.others),
+        reason=sequence.why if hindrance is None else hindrance.reason,
+        by=None if hindrance is None else hindrance.by or None,
     )
 
 

@@ -16,12 +16,14 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from stoker.cache.entry import EntryState
+from stoker.engine.runners.long_steps import LongSteps
 from stoker.engine.runners.postprocess import Postprocess
 from stoker.engine.threads.timer import EVERYWHERE
 from stoker.errors import (
     ContextLengthError,
     InvalidRequestError,
     PoolFullError,
+    StepAbortedError,
     StepFailedError,
     StepMemoryError,
     StokerError,
@@ -179,6 +181,10 @@ class StepRunner:
 
     Args:
         apply: carries out what the scheduler frees where the native pool is full.
+
+    Attributes:
+        place: devices that compute beside the loop; EVERYWHERE: none does.
+        long_steps: what makes a step long; None: nothing could end one.
     """
 
     def __init__(  # noqa: PLR0913, PLR0917 - the parts of one model's runner
@@ -200,11 +206,12 @@ class StepRunner:
         self._timed.is_cold = True
         self._compaction = backend.extensions.compaction
         self._overlaps = backend.capabilities.is_async
+        aborts = backend.extensions.aborts if backend.capabilities.can_trim and not self._overlaps else None
+        self.long_steps = None if aborts is None else LongSteps(aborts, scheduler, jobs, timer)
         devices = backend.extensions.devices if self._overlaps else None
-        self._place = frozenset(devices.memory_by_device()) if devices else EVERYWHERE
+        self.place = frozenset(devices.memory_by_device()) if devices else EVERYWHERE
         self._postprocess = Postprocess(backend, scheduler, jobs, timer, self._end_in_flight)
         self._launched: _Launched | None = None
-        self._unlearned: _Launched | None = None
         self._source: tuple[int, ...] = ()
 
     def __repr__(self) -> str:
@@ -223,8 +230,13 @@ class StepRunner:
     # ------------------------------------------------------------ a turn
 
     def run(self, plan: StepPlan, now: float) -> None:
-        """Launch a step, with a draft where one pays; one that computes in `launch` is finished too."""
-        self._launch(self._speculator.extended(plan), now)
+        """Launch a step, with a draft where one pays, or a long one where nobody else is there.
+
+        One that computes in `launch` is finished too.
+        """
+        plan = self._speculator.extended(plan)
+        if self.long_steps is None or not self.long_steps.run(plan, self._launch, now):
+            self._launch(plan, now)
         if not self._overlaps:
             self.finish(now)
 
@@ -233,17 +245,15 @@ class StepRunner:
         step = self._launched
         if step is None or step.is_collected:
             return
-        self._timer.in_flight.pop(self._place, None)
+        self._timer.in_flight.pop(self.place, None)
         try:
             step.rows = step.in_flight.rows()
         except StepFailedError as error:
-            self._timer.abandon(self._place)
+            self._timer.abandon(self.place)
             step.error = error
             return
-        step.took_s = self._timer.stop(step.num_tokens, self._place)
-        self._unlearned = step
-        if not self._overlaps:
-            self._learn()
+        step.took_s = self._timer.stop(self._timed, step.num_tokens, self.place)
+        self._scheduler.tally.took(step.took_s)
         self._scheduler.computed(step.plan, self._timer.now())
         self._apply_late()  # before it moves on
 
@@ -265,24 +275,19 @@ class StepRunner:
             self.finish(now)
 
     def deliver(self) -> None:
-        """Text, stop strings, log probabilities and events of what was drawn, and what the step has taught.
+        """Text, stop strings, log probabilities and events of what was drawn, and what steps have taught.
 
         The device may compute meanwhile: whatever the next launch does not need is done here.
         """
-        self._learn()
-        self._scheduler.note_step()
+        if self._timer.is_behind:
+            self._timer.learn()
+            self._scheduler.note_steps()
         self._postprocess.deliver()
 
     def settle(self, now: float) -> None:
         """Bring the step in flight to its end: nothing is launched and nothing undelivered afterwards."""
         self.finish(now)
         self.deliver()
-
-    def _learn(self) -> None:
-        """Take the time of the step collected last into the cost of steps; idempotent."""
-        if self._unlearned is not None:
-            step, self._unlearned = self._unlearned, None
-            self._timer.learn(self._timed, step.num_tokens, step.took_s)
 
     # ------------------------------------------------------------ one step
 
@@ -294,22 +299,25 @@ class StepRunner:
             plan = plan.in_order(order)
             batch = plan.batch()
         num_tokens = batch.num_tokens + self._num_unread(plan)
-        self._timer.begin(num_tokens, self._place)
+        self._timer.begin(num_tokens, self.place)
         try:
             in_flight = self._backend.launch(batch)
         except PoolFullError as error:
-            self._timer.abandon(self._place)
+            self._timer.abandon(self.place)
             if plan.has_draft:
                 self._launch(plan.without_draft(), now)
             else:
                 self._relieve(plan, error, now)
+        except StepAbortedError:
+            self._timer.abandon(self.place)
+            raise
         except StepFailedError as error:
-            self._timer.abandon(self._place)
+            self._timer.abandon(self.place)
             self._halve(plan, error, now)
         else:
             self._launched = _Launched(plan, in_flight, num_tokens)
             if self._overlaps:
-                self._timer.in_flight[self._place] = self.collect
+                self._timer.in_flight[self.place] = self.collect
 
     def _halve(self, plan: StepPlan, error: StepFailedError, now: float) -> None:
         """A step failed: without its draft, or each half of it, up to the one sequence that is at fault.

@@ -44,6 +44,7 @@ class ModelTurns:
         self._last_s = 0.0  # virtual time of the last choice, unloaded or not
         self._chosen = Contender("")
         self._price = 1.0
+        self._alone = ""
 
     def __repr__(self) -> str:
         served = ", ".join(f"{name} {served_s:.3f}" for name, served_s in self._served_s.items())
@@ -57,8 +58,16 @@ class ModelTurns:
         steps_s = [self._step_s.get(each.name, 0.0) for each in contenders if each.has_readers]
         return SHARE_OF_STEP * min(steps_s) if steps_s else None
 
+    def alone(self, name: str) -> None:
+        """There is no other model: it is the next. Its time goes to `served`."""
+        if self._alone == name:
+            return
+        self._alone, self._chosen, self._price = name, Contender(name), 1.0
+        self._enter((self._chosen,))
+
     def choose(self, contenders: Sequence[Contender]) -> str:
         """The name of the next model; among equals the first. Its time goes to `served`."""
+        self._alone = ""
         self._enter(contenders)
         has_readers = any(contender.has_readers for contender in contenders)
         candidates = list(contenders)
@@ -95,6 +104,7 @@ class ModelTurns:
         """The model is gone."""
         self._served_s.pop(name, None)
         self._step_s.pop(name, None)
+        self._alone = ""
         self._contending -= {name}
 
 
@@ -156,6 +166,8 @@ class Runners:
 
     def next_with_work(self, now: float) -> ModelRunner | None:
         """The model to step next; it goes to the end of its equals. Its time goes to `served`."""
+        if len(self._models) == 1:
+            return self._only(next(iter(self._models.values())))
         working = [runner for runner in self._models.values() if runner.has_work]
         if not working:
             return None
@@ -163,6 +175,14 @@ class Runners:
         name = chosen.spec.id
         self._models[name] = self._models.pop(name)
         return chosen
+
+    def _only(self, runner: ModelRunner) -> ModelRunner | None:
+        """The only model, if it has work."""
+        if not runner.has_work:
+            return None
+        self._turns.alone(runner.spec.id)
+        runner.allowance_s = None
+        return runner
 
     def served(self, runner: ModelRunner, took_s: float) -> None:
         """A turn of that model took so many seconds."""

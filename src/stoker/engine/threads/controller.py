@@ -10,12 +10,13 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import os
 import threading
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import psutil
 
@@ -177,6 +178,22 @@ not from before."""
 SHARED_SLOWDOWN = 2.0
 BOUND_S = 10.0
 """How long they are held apart: the system's scheduler leaves threads that compute where they are."""
+LOOK_EVERY_S = 0.1
+"""How often, at most, a step's beginning asks what time has changed."""
+
+
+class Clocked(NamedTuple):
+    """A native step by the clocks.
+
+    Attributes:
+        at_s: when it ended, on a monotonic clock.
+        wall_s: how long it took.
+        cpu_s: processor time that this process used meanwhile, all threads together.
+    """
+
+    at_s: float
+    wall_s: float
+    cpu_s: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -212,6 +229,7 @@ class ThreadController:
         self._begun: tuple[float, float] | None = None
         self._shared_s = 0.0
         self._bound_at_s = 0.0
+        self._look_s = -math.inf
 
     def __repr__(self) -> str:
         return f"<ThreadController {self.governor!r} {self._binder!r}>"
@@ -219,41 +237,48 @@ class ThreadController:
     def begin(self) -> Decision | None:
         """A native step is about to start; after a pause, cores that became free are taken at once."""
         now_s = self._clocks.wall()
+        decision = None
+        if now_s >= self._look_s:
+            self._look_s = now_s + LOOK_EVERY_S
+            decision = self._look(now_s)
+            now_s = self._clocks.wall()
+        self._begun = now_s, self._clocks.cpu()
+        return decision
+
+    def _look(self, now_s: float) -> Decision | None:
         self._slow.begin(now_s)
         if now_s - self._bound_at_s >= BOUND_S:
             self._binder.unbind()
         decision = self.governor.wake(now_s, self._watch.read(now_s))
         if decision is not None:
             self._changed(decision)
-        self._begun = self._clocks.wall(), self._clocks.cpu()
         return decision
 
     def abandon(self) -> None:
         """The step failed: its time says nothing."""
         self._begun = None
 
-    def end(self, num_threads: int, predicted_s: float | None) -> Decision | None:
-        """It succeeded.
+    def stop(self) -> Clocked:
+        """It succeeded; `judge` may follow when there is time."""
+        assert self._begun is not None, "a step ended that had not begun"
+        started_s, spent_s = self._begun
+        self._begun = None
+        now_s = self._clocks.wall()
+        return Clocked(now_s, now_s - started_s, self._clocks.cpu() - spent_s)
+
+    def judge(self, clocked: Clocked, num_threads: int, predicted_s: float | None) -> Decision | None:
+        """What a step says about the cores.
 
         Args:
+            clocked: the step.
             num_threads: what it ran with.
             predicted_s: what it takes with them on a quiet machine; None: not known.
 
         Returns:
             What to change before the next step, or None.
         """
-        assert self._begun is not None, "a step ended that had not begun"
-        started_s, spent_s = self._begun
-        self._begun = None
-        now_s = self._clocks.wall()
-        sample = StepSample(
-            at_s=now_s,
-            wall_s=now_s - started_s,
-            cpu_s=self._clocks.cpu() - spent_s,
-            predicted_s=predicted_s,
-            num_threads=num_threads,
-        )
-        others = self._watch.read(now_s)
+        sample = StepSample(*clocked, predicted_s, num_threads)
+        others = self._watch.read(sample.at_s)
         if self._look_into(sample, others):
             return None
         decision = self.governor.observe(sample, others)

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from stoker.engine.threads.controller import ThreadController
+from stoker.engine.threads.interrupt import Interrupt
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
     from stoker.backends.protocol.backend import Backend
     from stoker.backends.protocol.encoding import Encoder
     from stoker.backends.protocol.extensions import Threads
+    from stoker.engine.threads.controller import Clocked
     from stoker.engine.threads.governor import Decision
     from stoker.scheduler.cost import StepCost
 
@@ -30,6 +32,10 @@ READ_EVERY_S = 0.5
 STALL_S = 1.0
 """A reading this late means that the process stood still: it was stopped, or the whole machine was."""
 
+
+LEARN_EVERY_S = 0.05
+"""Short steps are learned from together: between two of them no cache holds the code of it any more."""
+MOST_UNLEARNED = 16
 
 Place = frozenset[str]
 """Ids of the devices that a step computes on."""
@@ -122,18 +128,34 @@ class TimedModel:
     is_cold: bool = False
 
 
+@dataclass(slots=True)
+class Lap:
+    """A step that succeeded, to be learned from; `clocked` where threads follow the machine's load."""
+
+    model: TimedModel
+    num_tokens: int
+    took_s: float
+    num_threads: int
+    clocked: Clocked | None
+
+
 class StepTimer:
     """Surrounds every native step of one engine.
 
     Attributes:
         in_flight: waits for the step that devices compute, by these; `begin` calls those in its way.
+        interrupt: what ends a long step.
     """
 
-    def __init__(self, clock: Stopwatch) -> None:
+    def __init__(self, clock: Stopwatch, interrupt: Interrupt | None = None) -> None:
+        self.interrupt = interrupt or Interrupt()
         self.in_flight: dict[Place, Callable[[], None]] = {}
         self._clock = clock
         self._models: list[TimedModel] = []
         self._controller: ThreadController | None = None
+        self._laps: list[Lap] = []
+        self._unlearned_s = 0.0
+        self._has_new = False
 
     def __repr__(self) -> str:
         return f"<StepTimer {self._clock!r} {self._controller!r}>"
@@ -167,6 +189,7 @@ class StepTimer:
 
     def leave(self, model: TimedModel) -> None:
         """A model goes."""
+        self.learn()
         if model in self._models:
             self._models.remove(model)
             self._renew()
@@ -192,7 +215,8 @@ class StepTimer:
 
     def begin(self, num_tokens: int, place: Place = EVERYWHERE) -> None:
         """A native step over `num_tokens` starts; those in flight on one of its devices are waited for."""
-        self.collect(place)
+        if self.in_flight:
+            self.collect(place)
         if self._controller is not None:
             self._follow(self._controller.begin())
         self._clock.begin(num_tokens, place)
@@ -205,30 +229,55 @@ class StepTimer:
 
     def end(self, model: TimedModel, num_tokens: int) -> float:
         """It succeeded and is learned from; returns the seconds it took."""
-        took_s = self.stop(num_tokens)
-        self.learn(model, num_tokens, took_s)
+        took_s = self.stop(model, num_tokens)
+        self.learn()
         return took_s
 
-    def stop(self, num_tokens: int, place: Place = EVERYWHERE) -> float:
-        """It succeeded; returns the seconds it took. `learn` may follow when there is time."""
-        return self._clock.end(num_tokens, place)
+    def stop(self, model: TimedModel, num_tokens: int, place: Place = EVERYWHERE) -> float:
+        """It succeeded; returns the seconds it took. `learn` follows when there is time."""
+        took_s = self._clock.end(num_tokens, place)
+        self.note(model, num_tokens, took_s)
+        return took_s
 
-    def learn(self, model: TimedModel, num_tokens: int, took_s: float) -> None:
+    def note(self, model: TimedModel, num_tokens: int, took_s: float) -> None:
+        """A step took so long; the next `learn` takes it in."""
+        threads, controller = model.threads, self._controller
+        if controller is None or threads is None:
+            self._laps.append(Lap(model, num_tokens, took_s, 0, None))
+        else:
+            self._laps.append(Lap(model, num_tokens, took_s, threads.num_threads, controller.stop()))
+        self._unlearned_s += took_s
+        self._has_new = self._has_new or not model.cost.knows(num_tokens)
+
+    @property
+    def is_behind(self) -> bool:
+        """Whether it is time to learn: a long step was noted, one of a new size, or enough others."""
+        return self._has_new or self._unlearned_s >= LEARN_EVERY_S or len(self._laps) >= MOST_UNLEARNED
+
+    def learn(self) -> None:
+        """Take in every step that was noted, in order."""
+        laps, self._laps, self._unlearned_s, self._has_new = self._laps, [], 0.0, False
+        for lap in laps:
+            self._learn(lap)
+
+    def _learn(self, lap: Lap) -> None:
         """A quiet machine's steps teach what steps cost, others only where nothing else is known.
 
         How much slower they are now each step tells.
         """
+        model, num_tokens, took_s = lap.model, lap.num_tokens, lap.took_s
         was_cold, model.is_cold = model.is_cold, False
         if not was_cold:
             model.cost.stepped(num_tokens, took_s)
         controller = self._controller
-        if controller is None or model.threads is None:
+        if controller is None or lap.clocked is None:
             if not was_cold:
                 model.cost.learn(num_tokens, took_s)
             return
         predicted_s = model.cost.predict(num_tokens)
-        decision = controller.end(model.threads.num_threads, predicted_s)
-        if not was_cold and not (controller.governor.is_disturbed and model.cost.knows(num_tokens)):
+        decision = controller.judge(lap.clocked, lap.num_threads, predicted_s)
+        is_disturbed = controller.governor.is_disturbed or lap.num_threads != model.cost.num_threads
+        if not was_cold and not (is_disturbed and model.cost.knows(num_tokens)):
             model.cost.learn(num_tokens, took_s)
         self._follow(decision)
 

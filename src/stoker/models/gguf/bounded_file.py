@@ -79,9 +79,7 @@ class BoundedFile:
                 f"{path}: cannot be read: {error.strerror or error}", path=str(path)
             ) from error
         self.size = mode.st_size
-        self._last: tuple[int, int, int, list[bytes]] | None = (
-            None  # begin, number and end of strings, and they
-        )
+        self._walked: dict[tuple[int, int], tuple[int, list[bytes]]] = {}  # strings by begin and number
 
     def __enter__(self) -> Self:
         return self
@@ -164,19 +162,20 @@ class BoundedFile:
     def strings(self, length: int, what: str) -> list[bytes]:
         """The next `length` length-prefixed strings as bytes, checked to be UTF-8.
 
-        Those read last are remembered: a vocabulary is walked over and then looked at.
+        Many are remembered: a vocabulary is walked over, as what follows it is, and then looked at.
         """
-        if self._last is not None and self._last[:2] == (self.position, length):
-            _, _, end, found = self._last
+        place = self.position, length
+        if place in self._walked:
+            end, found = self._walked[place]
             self.seek(end)
             return found
-        begin, found = self.position, self._read_strings(length, what)
+        found = self._read_strings(length, what)
         try:
             b"\0".join(found).decode()
         except UnicodeDecodeError as error:
             raise self.broken(f"{what} holds a string that is not UTF-8 ({error.reason})") from None
         if len(found) > MAX_VALUES_KEPT:
-            self._last = (begin, length, self.position, found)
+            self._walked[place] = self.position, found
         return found
 
     def _read_strings(self, length: int, what: str) -> list[bytes]:

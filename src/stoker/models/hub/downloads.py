@@ -108,7 +108,7 @@ def is_reference(text: str) -> bool:
     return True
 
 
-Moved = Callable[[str, str, float], None]
+Moved = Callable[[str, str, float, int], None]
 
 
 class _Stopped(Exception):  # noqa: N818 - no error: it was asked for
@@ -118,7 +118,7 @@ class _Stopped(Exception):  # noqa: N818 - no error: it was asked for
 class _Download:
     """One pull, in a thread that no shutdown waits for."""
 
-    def __init__(self, reference: str, models_dir: Path, on_moved: Callable[[str, float], None]) -> None:
+    def __init__(self, reference: str, models_dir: Path, on_moved: Callable[[str, float, int], None]) -> None:
         self._reference = reference
         self._models_dir = models_dir
         self._on_moved = on_moved
@@ -158,7 +158,7 @@ class _Download:
         percent = 100 * num_here // max(1, num_bytes)
         if percent != self._percent:
             self._percent = percent
-            self._post(partial(self._moved, name, percent / 100))
+            self._post(partial(self._moved, name, percent / 100, num_bytes))
 
     def _failed(self, error: BaseException) -> None:
         if not self.path.done():
@@ -168,9 +168,9 @@ class _Download:
         if not self.path.done():
             self.path.set_result(path)
 
-    def _moved(self, name: str, fraction: float) -> None:
+    def _moved(self, name: str, fraction: float, num_bytes: int) -> None:
         if not self.path.done():
-            self._on_moved(name, fraction)
+            self._on_moved(name, fraction, num_bytes)
 
     def _post(self, call: Callable[[], object]) -> None:
         with contextlib.suppress(RuntimeError):  # the event loop is closed
@@ -182,7 +182,8 @@ class Downloads:
 
     Args:
         models_dir: where the files come to lie.
-        on_moved: called on the event loop with a reference, the file's name and the fraction of it.
+        on_moved: called on the event loop with a reference, the file's name, the fraction of it that is here
+            and its bytes.
     """
 
     def __init__(self, models_dir: Path, on_moved: Moved) -> None:

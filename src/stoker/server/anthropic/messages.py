@@ -19,8 +19,9 @@ from stoker.server.anthropic.writer import MessageChunks, MessageHead, WholeMess
 from stoker.server.context import ServerContext
 from stoker.server.errors import OriginRules
 from stoker.server.fields import GenerationFields, Int, ResponseFormat
-from stoker.server.inbound.body import Body, Described, Many, Named, read_body
+from stoker.server.inbound.body import Body, Described, Many, Name, Named, read_body
 from stoker.server.openai.chat import Translation, prompt_tokens, translated_turn
+from stoker.server.openai.conversation import ThinkingFields
 from stoker.server.reply import json_response
 from stoker.server.streaming import collected, streamed
 
@@ -36,7 +37,7 @@ class MessageTurn(Body):
     content: str | Many[Named[Any]]
 
 
-class MessagesRequest(GenerationFields):
+class MessagesRequest(ThinkingFields, GenerationFields):
     """A message to make."""
 
     messages: Many[MessageTurn]
@@ -49,7 +50,7 @@ class MessagesRequest(GenerationFields):
     output_config: Named[Any] | None = None
     output_format: Named[Any] | None = None
     response_format: ResponseFormat | None = None
-    chat_template_kwargs: Named[Any] | None = None
+    tool_format: Name | None = None
     # Their values, "standard_only" among them, choose what somebody pays.
     service_tier: Any = None
 
@@ -74,10 +75,11 @@ class MessagesRequest(GenerationFields):
             "stop": self.stop_sequences or None,
             "tools": self._tools(origins) or None,
             "tool_choice": _choice(choice) if choice else None,
+            "tool_format": self.tool_format,
             "parallel_tool_calls": False if choice.get("disable_parallel_tool_use") else None,
             "service_tier": "flex" if self.service_tier == "flex" else None,
             "response_format": self._format(origins),
-            "chat_template_kwargs": _template_args(self.thinking) | (self.chat_template_kwargs or {}) or None,
+            "chat_template_kwargs": self.thinking_args(_template_args(self.thinking)) or None,
         }
         body = self.model_dump(include=set(_SHARED), exclude_none=True, by_alias=True)
         return Translation(
@@ -157,10 +159,7 @@ def _assistant(blocks: list[dict[str, Any]], where: str, place: str, origins: Or
             origins.add(f"{place}.content.{len(texts)}", here)
             texts.append(_text(block, "text", here))
         elif kind == "tool_use":
-            origins.add(f"{place}.tool_calls.{len(calls)}", here)
-            origins.add(f"{place}.tool_calls.{len(calls)}.function", here)
-            origins.add(f"{place}.tool_calls.{len(calls)}.function.arguments", f"{here}.input")
-            calls.append(_call(block, here))
+            calls.append(_call(block))
         elif kind == "thinking":
             thoughts.append(_text(block, "thinking", here))
         elif kind != "redacted_thinking":
@@ -171,12 +170,12 @@ def _assistant(blocks: list[dict[str, Any]], where: str, place: str, origins: Or
     return message | {name: value for name, value in optional.items() if value}
 
 
-def _call(block: Mapping[str, Any], where: str) -> dict[str, Any]:
+def _call(block: Mapping[str, Any]) -> dict[str, Any]:
+    """A call; what is malformed in it stays as it is, and ends no conversation."""
     given = block.get("input")
-    if not isinstance(given, Mapping):
-        raise InvalidRequestError(f"{where}.input is not an object", param=f"{where}.input")
-    function = {"name": _text(block, "name", where), "arguments": msgspec.json.encode(given).decode()}
-    return {"id": _text(block, "id", where), "type": "function", "function": function}
+    arguments = given if isinstance(given, str) else msgspec.json.encode(given).decode()
+    function = {"name": block.get("name"), "arguments": arguments}
+    return {"id": block.get("id"), "type": "function", "function": function}
 
 
 def _take_results(

@@ -198,10 +198,15 @@ class IncomingBodies:
 
     Args:
         settings: `max_body_bytes`, `max_receiving_bytes` and `receive_timeout_s` bound them.
+
+    Attributes:
+        max_body_bytes: of one.
+        is_strict: fields that a route does not know are refused.
     """
 
     def __init__(self, settings: ServerSettings) -> None:
-        self._max_body_bytes = settings.max_body_bytes
+        self.is_strict = settings.strict
+        self.max_body_bytes = settings.max_body_bytes
         self._max_bytes = max(settings.max_receiving_bytes, settings.max_body_bytes)
         self._pause_s = settings.receive_timeout_s
         self._receipts: dict[_Receipt, None] = {}  # the oldest first
@@ -217,7 +222,7 @@ class IncomingBodies:
 
     def check_declared(self, lengths: Iterable[bytes]) -> None:
         """Refuse a body that says it is too long before any of it is sent. Raises RequestTooLargeError."""
-        if any(length.isdigit() and int(length[:20]) > self._max_body_bytes for length in lengths):
+        if any(length.isdigit() and int(length[:20]) > self.max_body_bytes for length in lengths):
             raise self._too_large()
 
     @contextlib.asynccontextmanager
@@ -279,7 +284,7 @@ class IncomingBodies:
     def _make_room(self, receipt: _Receipt, num_bytes: int) -> None:
         """Count further bytes; where there is no room for them the oldest unfinished body gives way."""
         receipt.num_bytes += num_bytes
-        if receipt.num_bytes > self._max_body_bytes:
+        if receipt.num_bytes > self.max_body_bytes:
             raise self._too_large()
         while receipt.num_held and self.num_held > self._max_bytes:
             now_s = asyncio.get_running_loop().time()
@@ -290,8 +295,8 @@ class IncomingBodies:
             oldest.clock.reschedule(now_s)
 
     def _too_large(self) -> RequestTooLargeError:
-        text = f"the request body is over {self._max_body_bytes} bytes"
-        return RequestTooLargeError(text, max_body_bytes=self._max_body_bytes)
+        text = f"the request body is over {self.max_body_bytes} bytes"
+        return RequestTooLargeError(text, max_body_bytes=self.max_body_bytes)
 
     def _no_room(self) -> ServerBusyError:
         return ServerBusyError(

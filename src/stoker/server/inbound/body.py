@@ -15,6 +15,7 @@ import asyncio
 import difflib
 import logging
 import re
+from collections.abc import Callable
 from functools import cache, partial
 from itertools import islice
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, TypeVar, get_args
@@ -26,17 +27,19 @@ from pydantic.json_schema import models_json_schema
 from pydantic_core import PydanticCustomError
 
 from stoker.errors import InvalidRequestError
+from stoker.ipc.model import ModelInfo
 from stoker.remote.wire import REQUEST_ID
 from stoker.server.errors import invalid_body
 from stoker.server.inbound.bodies import LARGE_BYTES, MAX_VALUES, JsonBounds
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
 
     from starlette.requests import Request
     from starlette.routing import BaseRoute
 
     from stoker.server.inbound.bodies import IncomingBodies
+    from stoker.server.inbound.named_keys import Permit
 
 log = logging.getLogger(__name__)
 
@@ -94,7 +97,18 @@ class Body(BaseModel):
         """What its request is to be known by besides; None: what its header says."""
         return None
 
+    @property
+    def own_class(self) -> str | None:
+        """The class that it asks for; None: it does not say."""
+        return None
 
+    @property
+    def own_models(self) -> list[str | None]:
+        """Names of the models that it is for; None is the default one."""
+        return [self.__dict__["model"]] if "model" in self.__dict__ else []
+
+
+FindModel = Callable[[str | None], ModelInfo]
 B = TypeVar("B", bound=Body)
 
 
@@ -105,17 +119,45 @@ async def read_body(request: Request, model: type[B]) -> B:
         InvalidRequestError: not JSON, not UTF-8, nested too deeply, or a field is wrong; `param` names it.
         RequestTooLargeError: it has too many bytes or too much in it.
         RequestTimeoutError, ServerBusyError: see `IncomingBodies.received`.
+        KeyForbidsError: the key that it came with may not ask for its class or use its model.
     """
     bodies: IncomingBodies = request.state.bodies
     model.model_rebuild()  # the first time; in one thread, as decoding is in two
     async with bodies.received(request.receive, JsonBounds(model.max_values)) as data:
-        request.state.has_large_body = len(data) > LARGE_BYTES
-        body, unknown = await bodies.decoded(data, partial(_validated, model))
+        return await taken_body(request, model, data)
+
+
+async def taken_body(request: Request, model: type[B], data: bytearray) -> B:
+    """The body of bytes that were received and bounded. Raises InvalidRequestError as `read_body`."""
+    bodies: IncomingBodies = request.state.bodies
+    request.state.has_large_body = len(data) > LARGE_BYTES
+    body, unknown = await bodies.decoded(data, partial(_validated, model))
+    return _taken(request, body, unknown)
+
+
+def taken_document(request: Request, model: type[B], document: dict[str, Any]) -> B:
+    """The body that small fields are, such as a form's. Raises InvalidRequestError as `read_body`."""
+    body = validated(model, document)
+    return _taken(request, body, list(islice(unknown_names(model, document), MAX_UNKNOWN)))
+
+
+def _taken(request: Request, body: B, unknown: list[str]) -> B:
+    """Have the request known by what the body says, and refuse what its key may not ask for."""
     if body.own_id is not None:
         request.state.request_id = body.own_id
     if unknown:
-        request.state.unknown_fields.tell(request, unknown, known_names(model))
+        request.state.unknown_fields.tell(request, unknown, known_names(type(body)))
+    _check_permit(request, body)
     return body
+
+
+def _check_permit(request: Request, body: Body) -> None:
+    """Refuse what the key of the request may not ask for."""
+    permit: Permit = request.state.identity.permit
+    permit.check_class(body.own_class)
+    if permit.models:
+        for name in body.own_models:
+            permit.check_model(request.state.find_model(name))
 
 
 async def beside(request: Request, work: Callable[[], T]) -> T:
@@ -146,17 +188,31 @@ def validated(model: type[B], document: Any) -> B:
 
 
 class UnknownFields:
-    """What one server has told of unknown fields."""
+    """What one server does about unknown fields, and has told of them.
 
-    def __init__(self) -> None:
+    Args:
+        is_strict: a request with one is refused.
+    """
+
+    def __init__(self, *, is_strict: bool = False) -> None:
+        self._is_strict = is_strict
         self._told: set[tuple[str, str]] = set()
 
     def __repr__(self) -> str:
         return f"UnknownFields({len(self._told)} told)"
 
     def tell(self, request: Request, names: Iterable[str], known: Iterable[str]) -> None:
-        """Have the answer to `request` name these fields, and the log those that it has not named yet."""
+        """Have the answer to `request` name these fields, and the log those that it has not named yet.
+
+        Raises:
+            InvalidRequestError: unknown fields are refused; `param` names the first.
+        """
         shown = [_UNSAFE.sub("?", name[:_MAX_NAME_CHARS]) for name in names]
+        if self._is_strict:
+            alike = difflib.get_close_matches(shown[0].rpartition(".")[2], known, 1)
+            hint = f"; did you mean {alike[0]!r}?" if alike else ""
+            text = f"unknown fields, which this server refuses (--strict): {ignored_names(shown)}{hint}"
+            raise InvalidRequestError(text, param=shown[0])
         request.state.ignored = [*getattr(request.state, "ignored", ()), *shown]
         path = request.scope["route"].path
         for name in shown:

@@ -189,7 +189,7 @@ class GatheredWrites(asyncio.Transport):
     def _flush(self) -> None:
         gathered, self._gathered, self._num_bytes = self._gathered, [], 0
         if gathered and not self._transport.is_closing():
-            self._transport.write(b"".join(gathered))
+            self._transport.write(gathered[0] if len(gathered) == 1 else b"".join(gathered))
 
     def write_eof(self) -> None:
         """Send what was written, and the end."""
@@ -251,6 +251,46 @@ class GatheredWrites(asyncio.Transport):
         return self._transport.get_protocol()
 
 
+class Upgraded(asyncio.Protocol):
+    """A connection that is a WebSocket: its protocol hears everything, and its end ends the connection too.
+
+    uvicorn makes that protocol itself and tells the HTTP connection nothing more.
+
+    Args:
+        connection: as which it came; it has the bounds.
+        protocol: of the WebSocket.
+    """
+
+    def __init__(self, connection: Connection, protocol: asyncio.BaseProtocol) -> None:
+        assert isinstance(protocol, asyncio.Protocol), f"{protocol!r} is not one that uvicorn has"
+        self._connection = connection
+        self._protocol = protocol
+
+    def __repr__(self) -> str:
+        return f"<Upgraded to {self._protocol!r}>"
+
+    def data_received(self, data: bytes) -> None:
+        """Frames, or parts of them."""
+        self._protocol.data_received(data)
+
+    def eof_received(self) -> bool | None:
+        """The client sends no more."""
+        return self._protocol.eof_received()
+
+    def pause_writing(self) -> None:
+        """The client reads slower than is written; uvicorn ends one that answers no ping."""
+        self._protocol.pause_writing()
+
+    def resume_writing(self) -> None:
+        """It has read."""
+        self._protocol.resume_writing()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """The client, or this server, has closed it."""
+        self._connection.leave()
+        self._protocol.connection_lost(exc)
+
+
 class Connection(HttpToolsProtocol):
     """One connection.
 
@@ -277,10 +317,14 @@ class Connection(HttpToolsProtocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         """The client, or this server, has closed it."""
+        self.leave()
+        super().connection_lost(exc)
+
+    def leave(self) -> None:
+        """Stop what watches it, and count it no more."""
         self._disarm()
         self._cancel_stall()
         self._all.leave(self)
-        super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
         """Bytes of a head, a body, or several of both."""
@@ -307,7 +351,16 @@ class Connection(HttpToolsProtocol):
             self._all.note_malformed()
             self.refuse(_MALFORMED)
         except httptools.HttpParserUpgrade:
-            return  # HTTP/1.1 is all that is spoken here; the request itself is being answered
+            if self._should_upgrade():
+                self._upgrade()
+            # of any other protocol the request itself is being answered
+
+    def _upgrade(self) -> None:
+        """Hand the connection to the WebSocket's protocol; it counts as one at work until it is lost."""
+        self._disarm()
+        self._all.work(self)
+        self.handle_websocket_upgrade()
+        self._writes.set_protocol(Upgraded(self, self._writes.get_protocol()))
 
     def on_header(self, name: bytes, value: bytes) -> None:
         """A header, or behind a chunked body a trailer."""
@@ -329,6 +382,8 @@ class Connection(HttpToolsProtocol):
         """The body has come."""
         super().on_message_complete()
         self._is_in_head, self._num_head = True, 0
+        if self.parser.should_upgrade() and self._should_upgrade():
+            return
         if self.cycle.response_complete:  # it was answered before, and uvicorn times it no more
             self._arm(self.timeout_keep_alive, self.give_way)
         else:

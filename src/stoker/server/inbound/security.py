@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import hashlib
 import hmac
-import ipaddress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from stoker.errors import AuthenticationError, ForbiddenError, MachineSetupError, OperatorOnlyError
+from stoker.server.inbound.address import is_loopback
+from stoker.server.inbound.named_keys import ANYTHING, NamedKeys, Permit
 from stoker.server.reply import OWN_HEADERS
 
 if TYPE_CHECKING:
@@ -22,10 +23,13 @@ if TYPE_CHECKING:
 
 LOOPBACK_NAMES = ("localhost", "127.0.0.1", "::1")
 _BEARER = b"bearer "
-_KEY_NEEDED = "an operator's key is needed for this: one of the file that --admin-key-file names"
+_KEY_NEEDED = (
+    "an operator's key is needed for this: one of the file that --admin-key-file names, or of [keys.NAME]"
+    " with admin = true"
+)
 _TURNED_OFF = (
-    "this is for operators, and the server was started with --api-key-file but without --admin-key-file:"
-    " no client may do it over HTTP"
+    "this is for operators, and the server asks for keys but knows none of an operator (--admin-key-file, or"
+    " admin = true in [keys.NAME]): no client may do it over HTTP"
 )
 _LOCAL_ONLY = (
     "a server without keys lets only programs of its own machine do this; with --admin-key-file an operator's"
@@ -105,12 +109,13 @@ class KeyRing:
     def __len__(self) -> int:
         return len(self._keys)
 
-    def check(self, authorization: bytes | None, x_api_key: bytes | None) -> str:
+    def check(self, authorization: bytes | None, x_api_key: bytes | None, *, is_needed: bool = False) -> str:
         """Compare in constant time with every key.
 
         Args:
             authorization: value of that header, `Bearer KEY`.
             x_api_key: value of that header, the key itself.
+            is_needed: a key is asked for though there is none on the ring.
 
         Returns:
             A digest that tells the keys apart; empty where none is asked for.
@@ -118,7 +123,7 @@ class KeyRing:
         Raises:
             AuthenticationError: no key came, or none that is on the ring.
         """
-        if not self._keys:
+        if not (self._keys or is_needed):
             return ""
         if _given(authorization, x_api_key) is None:
             raise AuthenticationError("an API key is needed: send it as `Authorization: Bearer KEY`")
@@ -153,10 +158,12 @@ class Identity:
     Attributes:
         key_digest: tells the API keys apart; empty: it came without one that counts.
         refusal: why the sender may not operate the server; empty: they may.
+        permit: what their requests may ask for.
     """
 
     key_digest: str = ""
     refusal: str = ""
+    permit: Permit = ANYTHING
 
     @property
     def is_operator(self) -> bool:
@@ -184,14 +191,25 @@ class Access:
         keys: what ordinary requests need one of; empty: they need none.
         operators: keys that may operate the server besides. Without any, a server that asks for keys is not
             operated over HTTP, and one that asks for none by programs of its own machine alone.
+        named: keys of the settings; with any, ordinary requests need a key.
     """
 
-    def __init__(self, keys: KeyRing, operators: KeyRing) -> None:
+    def __init__(self, keys: KeyRing, operators: KeyRing, named: NamedKeys | None = None) -> None:
         self._keys = keys
         self._operators = operators
+        self._named = NamedKeys({}) if named is None else named
 
     def __repr__(self) -> str:
-        return f"Access({self._keys!r}, operators: {self._operators!r})"
+        return f"Access({self._keys!r}, operators: {self._operators!r}, {self._named!r})"
+
+    @property
+    def asks_for_keys(self) -> bool:
+        """Whether there is any key, so that callers are told apart by theirs."""
+        return bool(self._keys or self._operators or self._named)
+
+    def replace(self, keys: KeyRing, operators: KeyRing) -> None:
+        """From now on those are the keys of the files."""
+        self._keys, self._operators = keys, operators
 
     def identify(self, authorization: bytes | None, x_api_key: bytes | None, peer: str) -> Identity:
         """Who it is.
@@ -204,25 +222,18 @@ class Access:
         Raises:
             AuthenticationError: a key is needed, and none came that the server accepts.
         """
+        refusal = _KEY_NEEDED if self._operators or self._named.has_admin else _TURNED_OFF
+        given = _given(authorization, x_api_key)
+        named = self._named.find(given) if given is not None else None
+        if named is not None:
+            return Identity(named.digest, "" if named.settings.admin else refusal, named.permit)
         operator = self._operators.find(authorization, x_api_key)
         if operator is not None:
             return Identity(operator)
-        digest = self._keys.check(authorization, x_api_key)
-        if self._operators:
-            return Identity(digest, _KEY_NEEDED)
-        if self._keys:
-            return Identity(digest, _TURNED_OFF)
+        digest = self._keys.check(authorization, x_api_key, is_needed=bool(self._named))
+        if self._operators or self._keys:
+            return Identity(digest, refusal)
         return Identity(digest, "" if is_loopback(peer) else _LOCAL_ONLY)
-
-
-def is_loopback(address: str) -> bool:
-    """Whether an IP address, also an IPv4 one written as IPv6, is the machine's own loopback."""
-    try:
-        found = ipaddress.ip_address(address.partition("%")[0])
-    except ValueError:
-        return False
-    mapped = found.ipv4_mapped if isinstance(found, ipaddress.IPv6Address) else None
-    return (mapped or found).is_loopback
 
 
 def salt_of(key_digest: str, cache_salt: str) -> str:

@@ -18,8 +18,9 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from stoker.errors import InvalidRequestError, UnsupportedError
+from stoker.images.intake import image_reports
 from stoker.ipc.events import Failed
-from stoker.ipc.request import GenerateRequest
+from stoker.ipc.request import GenerateRequest, Picture, Sampling, Sound
 from stoker.remote import wire
 from stoker.server.fields import InlineState, check_tokens, header_fields
 from stoker.server.inbound.body import (
@@ -77,6 +78,23 @@ class LibraryRequest(Body):
         """Its id."""
         return self.request_id
 
+    @property
+    def own_class(self) -> str | None:
+        """The class of the request."""
+        asked = self.request.get("priority")
+        return asked if isinstance(asked, str) else None
+
+    @property
+    def own_models(self) -> list[str | None]:
+        """That of the request."""
+        asked = self.request.get("model")
+        return [asked if isinstance(asked, str) else None]
+
+    def sampling(self, info: ModelInfo) -> Sampling:
+        """The sampling that it asks for; the model's own defaults hold where it does not say."""
+        given = self.request.get("sampling") or {}
+        return msgspec.convert({**(info.sampling_defaults or {}), **given}, Sampling, str_keys=True)
+
     def to_request(self, key_digest: str) -> GenerateRequest:
         """The request, bound to the caller's key.
 
@@ -87,6 +105,8 @@ class LibraryRequest(Body):
         if (self.prompt is None) == (self.conversation is None):
             raise InvalidRequestError("either prompt or conversation is needed, not both", param="prompt")
         given = self.request | {"prompt": self.prompt or ""}
+        if isinstance(media := given.get("pictures"), list):
+            given["pictures"] = [_tagged(one) for one in media]
         try:
             request = msgspec.convert(given, GenerateRequest, str_keys=True)
         except msgspec.ValidationError as error:
@@ -99,6 +119,11 @@ class LibraryRequest(Body):
             text = "state_output is not delivered over HTTP; embeddings and states have routes of their own"
             raise UnsupportedError(text, param="state_output")
         return msgspec.structs.replace(request, cache_salt=salt_of(key_digest, request.cache_salt))
+
+
+def _tagged(medium: Any) -> Any:
+    """A medium that does not say what it is is a picture, as all were once."""
+    return {"type": "picture", **medium} if isinstance(medium, dict) else medium
 
 
 class LibraryCall(GenerationCall):
@@ -175,6 +200,7 @@ async def _call(context: ServerContext, request: Request) -> LibraryCall:
     context.require_ready()
     info = context.runtime.resolve(asked.model)
     changes: dict[str, Any] = {"model": info.asked_as, **header_fields(request)}
+    changes["sampling"] = body.sampling(info)
     head = None
     if body.conversation is not None:
         head, planned = await _planned(context, request, body.conversation, asked)
@@ -195,7 +221,7 @@ async def _planned(
     taken = await context.runtime.images.take(plan.images) if plan.images else []
     fields = plan.fields({"stop": asked.stop, "constraint": asked.constraint})
     fields |= {"prompt": plan.prompt, "pictures": tuple(one.picture for one in taken)}
-    return wire.AnswerHead(plan.form, tuple(one.report for one in taken)), fields
+    return wire.AnswerHead(plan.form, image_reports(taken)), fields
 
 
 def _check_prompt(context: ServerContext, asked: GenerateRequest, info: ModelInfo) -> None:
@@ -203,10 +229,12 @@ def _check_prompt(context: ServerContext, asked: GenerateRequest, info: ModelInf
     if not isinstance(asked.prompt, str):
         check_tokens(asked.prompt, info.n_vocab, "prompt")
     limits = context.runtime.images.limits
-    if len(asked.pictures) > limits.max_images:
-        text = f"there are {len(asked.pictures)} pictures, at most {limits.max_images} are taken"
+    pictures = [one for one in asked.pictures if isinstance(one, Picture)]
+    if len(pictures) > limits.max_images:
+        text = f"there are {len(pictures)} pictures, at most {limits.max_images} are taken"
         raise InvalidRequestError(text, param="pictures")
-    if any(max(one.width, one.height) > limits.edge_px for one in asked.pictures):
+    context.runtime.images.check_sounds([one for one in asked.pictures if isinstance(one, Sound)])
+    if any(max(one.width, one.height) > limits.edge_px for one in pictures):
         text = (
             f"a picture has an edge of more than {limits.edge_px} pixels; as part of a message it is shrunk"
         )

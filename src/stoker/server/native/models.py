@@ -15,7 +15,7 @@ from stoker.server.inbound.bodies import while_connected
 from stoker.server.inbound.body import Body, Described, Name, read_body
 from stoker.server.reply import json_response
 from stoker.setting_fields import MAX_LAYERS, DeviceNames, GpuLayers, Parts
-from stoker.settings import MAX_SLOTS
+from stoker.site_settings import MAX_SLOTS
 from stoker.tasks.fields import keep_alive_seconds
 
 MAX_REASON_CHARS = 64

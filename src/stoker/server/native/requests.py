@@ -11,6 +11,7 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
+from stoker.client.requests.load_rows import LOAD_ID
 from stoker.errors import RequestNotFoundError
 from stoker.ipc.status import GroupStatus, SlotStatus, WaitStatus
 from stoker.server.anthropic.writer import MessageChunks, MessageHead
@@ -20,8 +21,8 @@ from stoker.server.native.runtime import group_progress
 from stoker.server.openai.answers import Head
 from stoker.server.openai.chat import ChatChunks
 from stoker.server.openai.completions import TextChunks
-from stoker.server.openai.responses import default_echo
-from stoker.server.openai.responses_writer import ResponseChunks, ResponseHead
+from stoker.server.openai.responses.body import default_echo
+from stoker.server.openai.responses.writer import ResponseChunks, ResponseEvents, ResponseHead
 from stoker.server.reply import json_response
 from stoker.server.streaming import kind_of, merged, streamed
 from stoker.tasks.chat import form_of
@@ -132,7 +133,7 @@ class Attachment:
         form = form_of(first.note)
         if first.is_chat and own.startswith("resp_"):
             head = ResponseHead(own, first.model, int(time.time()), default_echo())
-            return ResponseChunks(head, form)
+            return ResponseChunks(ResponseEvents(head, form))
         if first.is_chat and own.startswith("msg_"):
             return MessageChunks(MessageHead(own, first.model), form)
         chat = Head(own, first.model, first.n, wants_usage=True)
@@ -185,7 +186,14 @@ def router(context: ServerContext) -> APIRouter:
 
     @routes.post("/v1/runtime/requests/{request_id}/cancel")
     async def cancel(request_id: str, request: Request) -> Response:
-        """End a request; what it has written stands. A call without a text answers 499, request_cancelled."""
+        """End a request; what it has written stands. A call without a text answers 499, request_cancelled.
+
+        `load:MODEL` stops the load or download of a model, for operators.
+        """
+        if request_id.startswith(LOAD_ID):
+            request.state.identity.require_operator()
+            await context.runtime.unload_model(_loading(context, request_id))
+            return json_response({"id": request_id, "cancelled": [request_id]})
         ended = await _each(context, request, request_id, context.runtime.cancel)
         return json_response({"id": request_id, "cancelled": ended})
 
@@ -218,6 +226,15 @@ async def _each(context: ServerContext, request: Request, name: str, act: Action
             continue
         reached.append(runtime_id)
     return reached
+
+
+def _loading(context: ServerContext, request_id: str) -> str:
+    """The model of a load that is under way. Raises RequestNotFoundError: there is no such load."""
+    model = request_id.removeprefix(LOAD_ID)
+    known = {one.id for one in context.runtime.model_states() if one.state in {"loading", "downloading"}}
+    if model not in known:
+        raise RequestNotFoundError(f"no load has the id {request_id!r}", param="id")
+    return model
 
 
 def _runtime_ids(context: ServerContext, name: str, caller: Identity) -> list[str]:

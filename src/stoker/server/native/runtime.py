@@ -7,8 +7,6 @@ of and memory as it is measured here.
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncGenerator
-from contextlib import aclosing
 from importlib import metadata
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -19,23 +17,22 @@ from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.requests import Request
 from starlette.responses import Response
 
+from stoker.client.figures import cache_document, memory_document
 from stoker.errors import StokerError
 from stoker.ipc.usage import Usage
-from stoker.remote.wire import BEAT_S
 from stoker.server.context import ServerContext, models_now
 from stoker.server.inbound.security import Identity
+from stoker.server.native.events import ANOTHER
 from stoker.server.reply import json_response
-from stoker.server.sse import EventStream, frame
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Collection, Sequence
 
-    from stoker.client.event_bus import RuntimeEvent
     from stoker.ipc.status import (
         EngineHealth,
-        EngineStatus,
         GroupStatus,
         ModelStatus,
+        RequestMove,
         RequestStatus,
         SlotStatus,
         WaitStatus,
@@ -78,16 +75,14 @@ def status_document(status: RuntimeStatus, known: Sequence[ModelStatus]) -> dict
         ],
         "memory": _memory(status),
         "heat": engine.memory.heat,
-        "cache": _cache(engine),
+        "cache": cache_document(engine.cache, engine.kv_cells_used, engine.kv_cells_total),
         "counters": {name: _counted(value) for name, value in engine.counters.items()},
     }
 
 
 def request_row(request: RequestStatus) -> dict[str, Any]:
     """A request as status shows it."""
-    row: dict[str, Any] = msgspec.to_builtins(request)
-    del row["owner"]
-    return row | {"class": request.priority}  # its name until the next version
+    return request.as_row() | {"class": request.priority}  # its name until the next version
 
 
 def _counted(value: float) -> float:
@@ -141,19 +136,7 @@ def _memory(status: RuntimeStatus) -> dict[str, Any]:
     memory = status.engine.memory
     if not memory.limit:
         return {**_measured(status.pid), "tier": None, "pressure": None, "rungs": [], "lines": {}}
-    return {
-        "limit": memory.limit,
-        "footprint": memory.footprint,
-        "available": memory.available,
-        "tier": memory.tier,
-        "pressure": memory.pressure or None,
-        "pressure_fraction": memory.pressure_fraction,
-        "pressure_source": memory.pressure_source,
-        "rungs": memory.rungs,
-        "ladder": memory.ladder,
-        "thresholds": memory.thresholds,
-        "lines": memory.lines,
-    }
+    return memory_document(memory, status.engine.devices, psutil.virtual_memory().total)
 
 
 def _measured(engine_pid: int) -> dict[str, int]:
@@ -166,28 +149,6 @@ def _measured(engine_pid: int) -> dict[str, int]:
             continue
     machine = psutil.virtual_memory()
     return {"limit": machine.total, "footprint": footprint, "available": machine.available}
-
-
-def _cache(engine: EngineStatus) -> dict[str, Any]:
-    """Tier by tier; bytes and how many stored prefixes (SPEC C14)."""
-    cache = engine.cache
-    return {
-        "entries": cache.num_entries,
-        "unsaved": cache.num_unsaved,
-        "live": {"cells_used": engine.kv_cells_used, "cells_total": engine.kv_cells_total},
-        "ram": {"bytes": cache.ram_bytes, "limit": cache.ram_limit_bytes, "entries": cache.num_ram},
-        "disk": {
-            "bytes": cache.disk_bytes,
-            "limit": cache.disk_limit_bytes,
-            "entries": cache.num_disk,
-            "problem": cache.disk_problem,
-        },
-    }
-
-
-_LISTS = frozenset({"requests", "groups", "recent"})
-"""What of a snapshot is about requests."""
-_WITHHELD = "told to operators only"
 
 
 def model_states_for(caller: Identity, runtime: Runtime) -> list[ModelStatus]:
@@ -222,16 +183,23 @@ def _redacted(status: RuntimeStatus, caller: Identity, owner_of: Callable[[str],
     def may_see(request_id: str) -> bool:
         return caller.may_see(owner_of(request_id))
 
+    def own(request: RequestStatus) -> RequestStatus:
+        others = {move.by for move in request.moves if move.by and not may_see(move.by)}
+        moves = [_veiled_move(move, others) for move in request.moves]
+        return replace(request, moves=moves, waits_for=_veiled(request.waits_for, others))
+
     def waiting(entries: Sequence[WaitStatus]) -> list[WaitStatus]:
         return [
-            one if may_see(one.request_id) else replace(one, request_id="", num_tokens=0, story=[])
+            _veiled_wait(one, may_see)
+            if may_see(one.request_id)
+            else replace(one, request_id="", num_tokens=0, story=[], others=[], reason="", by=None)
             for one in entries
         ]
 
     slots = [
-        one
+        replace(one, story=_veiled_story(one.story, one.others, may_see), others=[])
         if one.request_id is not None and may_see(one.request_id)
-        else replace(one, request_id=None, num_tokens=0, story=[])
+        else replace(one, request_id=None, num_tokens=0, story=[], others=[], index=None)
         for one in engine.slots
     ]
     groups = [
@@ -254,28 +222,44 @@ def _redacted(status: RuntimeStatus, caller: Identity, owner_of: Callable[[str],
         status,
         engine=shown,
         groups=groups,
-        requests=[one for one in status.requests if caller.may_see(one.owner)],
-        recent=[one for one in status.recent if caller.may_see(one.owner)],
+        requests=[own(one) for one in status.requests if caller.may_see(one.owner)],
+        recent=[own(one) for one in status.recent if caller.may_see(one.owner)],
         exits=[replace(ended, reason="") for ended in status.exits],
         settings={},
     )
 
 
-def redacted_event(event: RuntimeEvent, may_see: Callable[[str], bool]) -> RuntimeEvent | None:
-    """The event without reasons; None: it is about another caller's request and is not shown.
+def _veiled(text: str, hidden: Collection[str]) -> str:
+    """A text that names none of these requests."""
+    for request_id in hidden:
+        text = text.replace(request_id, ANOTHER)
+    return text
 
-    Args:
-        event: of the runtime.
-        may_see: whether requests of that owner are shown.
-    """
-    if event.event == "request":
-        return event if may_see(event.owner) else None
-    fields = {name: value for name, value in event.fields.items() if name != "reason"}
-    for name in _LISTS & fields.keys():
-        fields[name] = [one for one in fields[name] if may_see(one["owner"])]
-    if error := fields.get("error"):
-        fields["error"] = {**error, "message": _WITHHELD}
-    return msgspec.structs.replace(event, fields=fields)
+
+def _veiled_move(move: RequestMove, hidden: Collection[str]) -> RequestMove:
+    if move.by not in hidden:
+        return move
+    return msgspec.structs.replace(move, by=None, reason=_veiled(move.reason, hidden))
+
+
+def _veiled_story(
+    story: list[tuple[float, str]], others: Collection[str], may_see: Callable[[str], bool]
+) -> list[tuple[float, str]]:
+    hidden = [request_id for request_id in others if not may_see(request_id)]
+    return [(age_s, _veiled(what, hidden)) for age_s, what in story] if hidden else story
+
+
+def _veiled_wait(one: WaitStatus, may_see: Callable[[str], bool]) -> WaitStatus:
+    hidden = [
+        request_id for request_id in (*one.others, one.by or "") if request_id and not may_see(request_id)
+    ]
+    return msgspec.structs.replace(
+        one,
+        story=_veiled_story(one.story, one.others, may_see),
+        others=[],
+        reason=_veiled(one.reason, hidden),
+        by=None if one.by in hidden else one.by,
+    )
 
 
 def router(context: ServerContext) -> APIRouter:
@@ -294,16 +278,6 @@ def router(context: ServerContext) -> APIRouter:
         shown = status_for(caller, status, context.runtime)
         document = status_document(shown, model_states_for(caller, context.runtime))
         return json_response(document | {"policy": status.settings.get("policy")})  # which all may know
-
-    @routes.get("/v1/runtime/events", tags=["runtime"])
-    async def events(request: Request) -> Response:
-        """What happens from now on, as server-sent events; the first is a snapshot.
-
-        With `Last-Event-ID` it goes on after that event, without a snapshot, while what came since is kept. A
-        caller who is no operator gets events of the requests of its own key only.
-        """
-        frames = _frames(context, request.state.identity, request.headers.get("Last-Event-ID", ""))
-        return EventStream(frames, {}, min(context.settings.keepalive_s, BEAT_S))
 
     @routes.get("/v1/runtime/prefixes", tags=["runtime"])
     async def prefixes(request: Request) -> Response:
@@ -357,26 +331,3 @@ def _add_probes(routes: APIRouter, context: ServerContext) -> None:
             status = None
         text = context.metrics.render(status, context.runtime.model_states())
         return Response(text, media_type=CONTENT_TYPE_LATEST)
-
-
-async def _frames(context: ServerContext, caller: Identity, after: str) -> AsyncGenerator[bytes, None]:
-    """`{"event": name, "at": seconds since the epoch, "id": ..., ...}`, one a frame of that id."""
-    async with aclosing(context.runtime.events(after=after)) as events:
-        async for each in events:
-            event = each if caller.is_operator else redacted_event(each, caller.may_see)
-            if event is None:
-                continue
-            document = {"event": event.event, "at": event.at, **_unowned(event.fields)}
-            if event.id:
-                document["id"] = event.id
-            named = f"id: {event.id}\n".encode() if event.id else b""
-            yield named + frame(msgspec.json.encode(document))
-
-
-def _unowned(fields: dict[str, Any]) -> dict[str, Any]:
-    """The fields of an event without digests of keys."""
-    lists = {
-        name: [{key: value for key, value in one.items() if key != "owner"} for one in fields[name]]
-        for name in _LISTS & fields.keys()
-    }
-    return fields | lists

@@ -19,11 +19,12 @@ from starlette.responses import Response
 
 from stoker.chat.answer import AnswerForm, WholeAnswer
 from stoker.chat.answer_events import CallArguments, CallBegan, Reasoning
+from stoker.images.intake import image_reports
 from stoker.ipc.events import Delta, Finished, PrefillProgress
 from stoker.ipc.model import ModelInfo
 from stoker.ipc.request import FinishReason, GenerateRequest
 from stoker.server.errors import OriginRules
-from stoker.server.fields import header_fields, tier_of
+from stoker.server.fields import header_fields, names_progress, tier_of
 from stoker.server.inbound.body import Described, beside, read_body, validated
 from stoker.server.native.states import initial_state
 from stoker.server.openai.answers import (
@@ -37,6 +38,7 @@ from stoker.server.openai.answers import (
     Function,
     FunctionPiece,
     Head,
+    TextFrame,
     chat_logprobs,
 )
 from stoker.server.openai.conversation import ChatRequest, ConversationFields
@@ -69,11 +71,15 @@ class ChatChunks:
         self._head = head
         self._readers = ChoiceReaders(form, head.id)
         self._envelope = Envelope(head, "chat.completion.chunk")
-        self._begun: set[int] = set()
+        self._is_plain = form == PLAIN
+        self._frames: dict[int, TextFrame | None] = {}  # of those that have begun; None: text is read
 
     def write(self, _prompt: int, event: StreamEvent) -> bytes:
         """Frames of one event; empty if it shows nothing."""
         if isinstance(event, Delta):
+            frame = self._frames.get(event.index)
+            if frame and event.text and event.logprobs is None and event.finish_reason is None:
+                return frame.of(event.text)
             return self._delta(event)
         if isinstance(event, Finished):
             self._envelope.add(event)
@@ -87,8 +93,11 @@ class ChatChunks:
 
     def _delta(self, event: Delta) -> bytes:
         chunk, opening = self._envelope.chunk, b""
-        if event.index not in self._begun:
-            self._begun.add(event.index)
+        if event.index not in self._frames:
+            empty = ChatChunkChoice(event.index, _EMPTY)
+            self._frames[event.index] = (
+                self._envelope.text_frame(empty, "content") if self._is_plain else None
+            )
             opening = chunk(ChatChunkChoice(event.index, _ROLE))
         found = [_delta_of(piece, self._head) for piece in self._readers.read(event)]
         deltas = [delta for delta in found if delta is not _NOTHING]
@@ -175,6 +184,10 @@ def _message_of(answer: WholeAnswer, head: Head) -> ChatMessage:
     )
 
 
+_ORIGINS = OriginRules({"prompt": "messages"})
+"""The engine's errors are of a prompt; a conversation has messages."""
+
+
 def router(context: ServerContext) -> APIRouter:
     """The chat route."""
     routes = APIRouter(tags=["generate"])
@@ -184,7 +197,7 @@ def router(context: ServerContext) -> APIRouter:
         """Answer a conversation."""
         body = await read_body(request, ChatRequest)
         body.check_last_turns()
-        turn = await chat_turn(context, request, body, "chatcmpl-")
+        turn = await chat_turn(context, request, body, "chatcmpl-", _ORIGINS)
         asked = turn.request
         head = Head(
             turn.call.id,
@@ -194,6 +207,7 @@ def router(context: ServerContext) -> APIRouter:
             tier_of(asked.priority),
             has_functions=body.has_functions,
             images=turn.images,
+            names_progress=names_progress(request),
         )
         is_stream = body.stream
         del body  # its images are megabytes, and it may wait for long
@@ -258,7 +272,7 @@ async def chat_turn(
     """
     context.require_ready()
     info = context.runtime.resolve(body.model)
-    common = await beside(request, partial(body.common, info.n_vocab, request.state.key_digest))
+    common = await beside(request, partial(body.common, info, request.state.key_digest))
     fields = {
         **common,
         "max_tokens": body.token_limit(),
@@ -276,7 +290,7 @@ async def chat_turn(
     if origins is not None:
         left_out = tuple(replace(one, where=origins.of(one.where)) for one in left_out)
     call = GenerationCall(context, prefix, request, [asked], origins)
-    return ChatTurn(call, plan.form, tuple(one.report for one in taken), left_out)
+    return ChatTurn(call, plan.form, image_reports(taken) if taken else (), left_out)
 
 
 async def prepared_chat(

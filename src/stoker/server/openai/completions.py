@@ -14,9 +14,18 @@ from starlette.responses import Response
 
 from stoker.errors import InvalidRequestError, UnsupportedError
 from stoker.ipc.events import Delta, Finished, PrefillProgress, PromptEcho
+from stoker.ipc.model import ModelInfo
 from stoker.ipc.request import GenerateRequest
 from stoker.server.context import ServerContext
-from stoker.server.fields import GenerationFields, Int, check_logprobs, check_tokens, header_fields, tier_of
+from stoker.server.fields import (
+    GenerationFields,
+    Int,
+    check_logprobs,
+    check_tokens,
+    header_fields,
+    names_progress,
+    tier_of,
+)
 from stoker.server.inbound.body import VALUES_WITH_TOKENS, Described, Many, TokenIds, beside, read_body
 from stoker.server.native.states import initial_state
 from stoker.server.openai.answers import (
@@ -83,10 +92,10 @@ class CompletionRequest(GenerationFields):
             return [tuple(given)]
         return [prompt if isinstance(prompt, str) else tuple(prompt) for prompt in given]
 
-    def to_shared(self, n_vocab: int, key_digest: str) -> dict[str, Any]:
+    def to_shared(self, info: ModelInfo, key_digest: str) -> dict[str, Any]:
         """Keyword arguments that every prompt's `GenerateRequest` gets."""
         limit = DEFAULT_MAX_TOKENS if self.max_tokens is None else self.max_tokens
-        return self.common(n_vocab, key_digest) | {
+        return self.common(info, key_digest) | {
             "max_tokens": limit,
             "logprobs": self.logprobs,
             "prompt_logprobs": self.logprobs if self.echo else None,
@@ -105,12 +114,18 @@ class TextChunks:
     def __init__(self, head: Head, num_prompts: int) -> None:
         self._head = head
         self._envelope = Envelope(head, _OBJECT)
-        self._logprobs = [TextLogprobsWriter() for _ in range(num_prompts * head.n)]
+        num_choices = num_prompts * head.n
+        self._logprobs = [TextLogprobsWriter() for _ in range(num_choices)]
+        self._frames = [
+            self._envelope.text_frame(TextChoice(index, ""), "text") for index in range(num_choices)
+        ]
 
     def write(self, prompt: int, event: StreamEvent) -> bytes:
         """Frames of one event; empty if it shows nothing."""
         first = prompt * self._head.n
         if isinstance(event, Delta):
+            if event.text and event.logprobs is None and event.finish_reason is None:
+                return self._frames[first + event.index].of(event.text)
             return self._delta(first + event.index, event)
         if isinstance(event, PromptEcho):
             return b"".join(self._echo(first + index, event) for index in range(self._head.n))
@@ -197,7 +212,7 @@ def router(context: ServerContext) -> APIRouter:
         info = context.runtime.resolve(body.model)
 
         def told() -> tuple[dict[str, Any], list[str | tuple[int, ...]]]:
-            return body.to_shared(info.n_vocab, request.state.key_digest), body.prompts(info.n_vocab)
+            return body.to_shared(info, request.state.key_digest), body.prompts(info.n_vocab)
 
         shared, prompts = await beside(request, told)
         shared |= header_fields(request)
@@ -206,7 +221,14 @@ def router(context: ServerContext) -> APIRouter:
         asked = [GenerateRequest(prompt=prompt, model=info.asked_as, **shared) for prompt in prompts]
         generation = GenerationCall(context, "cmpl-", request, asked)
         tier = tier_of(asked[0].priority)
-        head = Head(generation.id, info.asked_as, asked[0].n, body.wants_usage, tier)
+        head = Head(
+            generation.id,
+            info.asked_as,
+            asked[0].n,
+            body.wants_usage,
+            tier,
+            names_progress=names_progress(request),
+        )
         if body.stream:
             return streamed(generation, TextChunks(head, len(asked)), context.settings.keepalive_s)
         return await collected(generation, WholeText(head, len(asked)), request)

@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, Required
 
 from pydantic import AliasChoices, Field, with_config
 from typing_extensions import TypedDict
 
-from stoker.chat.conversation import NO_TOOLS, ToolOffer
+from stoker.chat.conversation import ToolOffer
 from stoker.chat.reasoning import reasoning_of
 from stoker.errors import InvalidRequestError, UnsupportedError
 from stoker.ipc.constraint import Constraint
 from stoker.ipc.request import MAX_TOKENS, check_range
 from stoker.server.fields import GenerationFields, Int, ResponseFormat, check_logprobs
 from stoker.server.inbound.body import Body, Many, Name, Named
-from stoker.tasks.chat import offer_of, offer_of_functions
+from stoker.tasks.chat import effort_args, offer_of, offer_of_functions
 
 
 def function_offer(functions: Sequence[Any], function_call: Any) -> ToolOffer:
@@ -35,10 +36,10 @@ def call_id(name: str) -> str:
     return f"call_{name}"
 
 
-def tool_call(call: Any, where: str) -> dict[str, Any]:
-    """`function_call` of an assistant's message as an entry of `tool_calls`. Raises InvalidRequestError."""
+def tool_call(call: Any) -> Any:
+    """`function_call` of a message as an entry of `tool_calls`; one that is none stays as it is."""
     if not isinstance(call, Mapping) or not isinstance(call.get("name"), str):
-        raise InvalidRequestError(f"{where} is not a call of a function with a name", param=where)
+        return call
     return {"id": call_id(call["name"]), "type": "function", "function": dict(call)}
 
 
@@ -65,11 +66,12 @@ _ROLES = {"developer": "system", "function": "tool"}
 
 
 class ContentPart(Body):
-    """A piece of a message: text or an image."""
+    """A piece of a message: text, an image or a recording."""
 
     type: str
     text: str | None = None
     image_url: str | Named[Any] | None = None
+    input_audio: Named[Any] | None = None
 
 
 @with_config(Body.model_config)
@@ -79,7 +81,7 @@ class Message(TypedDict, total=False):
     role: Required[Literal["system", "developer", "user", "assistant", "tool", "function"]]
     content: str | Many[ContentPart] | None
     name: str | None
-    tool_calls: Many[Named[Any]] | None
+    tool_calls: Any  # of old turns: what a model wrote wrongly ends no conversation
     tool_call_id: str | None
     function_call: Any
     reasoning_content: str | None
@@ -94,7 +96,7 @@ def turns_of(messages: Sequence[Message], model: str) -> list[dict[str, Any]]:
         model: its name, for errors.
 
     Raises:
-        UnsupportedError: a part is neither text nor an image.
+        UnsupportedError: a part is neither text, an image nor a recording.
         InvalidRequestError: a text part without text, or a turn without content.
     """
     return [_turn(message, f"messages.{index}", model) for index, message in enumerate(messages)]
@@ -106,7 +108,7 @@ def _turn(message: Message, where: str, model: str) -> dict[str, Any]:
     if role == "assistant":
         optional["reasoning_content"] = reasoning_of(message) or None
         if (call := message.get("function_call")) is not None:
-            optional["tool_calls"] = [tool_call(call, f"{where}.function_call")]
+            optional["tool_calls"] = [tool_call(call)]
     elif role == "function":
         optional["tool_call_id"] = call_id(message.get("name") or "")
     if content is None and not (optional["tool_calls"] or optional.get("reasoning_content")):
@@ -127,6 +129,8 @@ def _content(
 def _part(part: ContentPart, where: str, model: str) -> dict[str, Any]:
     if part.type in _PICTURES:
         return {"type": part.type, "image_url": part.image_url}
+    if part.type == "input_audio":
+        return {"type": part.type, "input_audio": part.input_audio}
     if part.type not in ("text", "input_text"):
         raise UnsupportedError(
             f"{where}: the model {model} takes no part of type {part.type[:40]!r}", param=where
@@ -136,19 +140,34 @@ def _part(part: ContentPart, where: str, model: str) -> dict[str, Any]:
     return {"type": "text", "text": part.text}
 
 
-class ConversationFields(Body):
+class ThinkingFields(Body):
+    """Whether the model thinks before it answers, and the template's other variables."""
+
+    chat_template_kwargs: Named[Any] | None = None
+    enable_thinking: bool | None = None
+    reasoning_effort: Effort | None = None
+
+    def thinking_args(self, own: Mapping[str, Any] | None = None) -> dict[str, Any]:
+        """Template variables that these fields set; they beat `own`, those of the API's own fields."""
+        given = dict(own or {})
+        if self.reasoning_effort is not None:
+            given |= effort_args(self.reasoning_effort)
+        if self.enable_thinking is not None:
+            given["enable_thinking"] = self.enable_thinking
+        return given | (self.chat_template_kwargs or {})
+
+
+class ConversationFields(ThinkingFields):
     """Messages, and the template's other variables."""
 
     messages: Many[Message] = Field(min_length=1)
     model: Name | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
-    chat_template_kwargs: Named[Any] | None = None
-    enable_thinking: bool | None = None
-    reasoning_effort: Effort | None = None
     tools: Many[Any] | None = None
     tool_choice: Any = None
     parallel_tool_calls: bool | None = None
+    tool_format: Name | None = None
     functions: Many[Any] | None = None
     function_call: Any = None
 
@@ -169,11 +188,12 @@ class ConversationFields(Body):
             if self.tools:
                 text = "functions and tools cannot be offered together: functions are the old form of tools"
                 raise InvalidRequestError(text, param="functions")
-            return function_offer(self.functions, self.function_call)
-        if self.tool_choice == "none":
-            return NO_TOOLS
+            offer = function_offer(self.functions, self.function_call)
+            return dataclasses.replace(offer, tool_format=self.tool_format)
+        tools = None if self.tool_choice == "none" else self.tools
+        choice = None if self.tool_choice == "none" else self.tool_choice
         is_parallel = self.parallel_tool_calls is not False
-        return offer_of_functions(self.tools, self.tool_choice, is_parallel=is_parallel)
+        return offer_of_functions(tools, choice, is_parallel=is_parallel, tool_format=self.tool_format)
 
     def turns(self, model: str) -> list[dict[str, Any]]:
         """The messages as the template gets them; see `turns_of`."""
@@ -185,13 +205,7 @@ class ConversationFields(Body):
         Raises:
             InvalidRequestError: one of them has a name that is taken.
         """
-        given: dict[str, Any] = {}
-        if self.reasoning_effort is not None:
-            given |= {"reasoning_effort": self.reasoning_effort}
-            given |= {"enable_thinking": self.reasoning_effort != "none"}
-        if self.enable_thinking is not None:
-            given["enable_thinking"] = self.enable_thinking
-        given |= self.chat_template_kwargs or {}
+        given = self.thinking_args()
         for name in ("add_generation_prompt", "continue_final_message"):
             if (value := getattr(self, name)) is not None:
                 given[name] = value

@@ -7,10 +7,13 @@ from typing import Any
 
 import msgspec
 from fastapi import APIRouter
+from starlette.requests import Request
 from starlette.responses import Response
 
+from stoker.images.turns import can_hear, can_see
 from stoker.ipc.model import ModelInfo
 from stoker.server.context import ServerContext
+from stoker.server.inbound.named_keys import Permit
 from stoker.server.reply import json_response
 
 
@@ -19,19 +22,29 @@ def router(context: ServerContext) -> APIRouter:
     routes = APIRouter(tags=["models"])
 
     @routes.get("/v1/models")
-    async def models() -> Response:
-        """Every model that is served, the default one first, each followed by its adapters."""
+    async def models(request: Request) -> Response:
+        """Every model that the caller may use, the default one first, each with its adapters and aliases."""
+        permit: Permit = request.state.identity.permit
         data = [
             _entry(context, each)
             for info in context.runtime.models
             for each in (info, *(msgspec.structs.replace(info, adapter=a.name) for a in info.adapters))
+            if permit.may_use(each)
+        ]
+        data += [
+            _entry(context, info) | {"id": alias, "parent": info.id}
+            for info in context.runtime.models
+            for alias in info.aliases
+            if permit.may_use(info)
         ]
         return json_response({"object": "list", "data": data})
 
     @routes.get("/v1/models/{model_id:path}")
-    async def model(model_id: str) -> Response:
+    async def model(model_id: str, request: Request) -> Response:
         """One model; "default" is the first."""
-        return json_response(_entry(context, context.runtime.resolve(model_id)))
+        info = context.runtime.resolve(model_id)
+        request.state.identity.permit.check_model(info)
+        return json_response(_entry(context, info))
 
     return routes
 
@@ -48,7 +61,8 @@ def _entry(context: ServerContext, info: ModelInfo) -> dict[str, Any]:
         "num_params": info.num_params,
         "num_slots": info.num_slots,
         "size_bytes": info.size_bytes,
-        "pictures": info.pairing or None,
+        "pictures": (info.pairing or None) if can_see(info) or not can_hear(info) else None,
+        "audio": can_hear(info),
         "pooling": info.pooling or None,
         "has_chat_template": bool(info.chat_template),
     }

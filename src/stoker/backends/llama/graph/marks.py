@@ -10,6 +10,7 @@ its first nodes are of other kinds: the update fails, and the library makes a ne
 from __future__ import annotations
 
 import ctypes
+from itertools import count
 from typing import TYPE_CHECKING
 
 from stoker.backends.llama.graph.ggml import F32, GraphTensor, ggml
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
 NUM_PLACES = 16
 """Shapes whose captured graphs are kept; some hundred kilobytes of the device's memory each."""
 NUM_MARKS = 3
-_NUM_KINDS = 3
+"""Nodes at least; where more than four kinds are to be told apart, some more."""
 _NUM_HOST_NODES = 8
 """Among so many nodes at the beginning of a graph are those that the host computes: embeddings."""
 _NUM_SHAPED = 48
@@ -34,16 +35,23 @@ class MarkPlace:
 
     Attributes:
         kinds: what their marks are: the bits of a number say copy or kernel.
-        captured: of what kinds the marks of the graph were that may be captured here; -1: none is.
     """
 
     def __init__(self) -> None:
         self.kinds = 0
-        self.captured = -1
+        self._captured: set[int] = set()  # the kinds of all of which one may be captured here
+
+    def may_be_captured(self) -> None:
+        """A graph came again, built anew: where its tensors lie elsewhere what was captured before stays."""
+        self._captured.add(self.kinds)
+
+    def was_captured(self) -> None:
+        """A graph was used again: nothing else is captured here now."""
+        self._captured = {self.kinds}
 
     def give_away(self) -> None:
         """To graphs of another shape, whose marks differ from those of all that may be captured here."""
-        self.kinds = next(kind for kind in range(_NUM_KINDS) if kind not in {self.kinds, self.captured})
+        self.kinds = next(kind for kind in count() if kind not in self._captured | {self.kinds})
 
 
 class GraphMarks:
@@ -69,7 +77,7 @@ class GraphMarks:
         """
         make = ggml()
         if num_reused > self._num_reused:
-            self._last.captured = self._last.kinds
+            self._last.was_captured()
         self._num_reused = num_reused
         nodes = (ctypes.c_void_p * make.num_nodes(graph)).from_address(make.nodes(graph))
         number = self._place_of((len(nodes), num_rows, _dimensions(nodes[:_NUM_SHAPED])))
@@ -77,17 +85,16 @@ class GraphMarks:
         for _ in range(number):  # each takes as much of the context: the mark's address is the place's own
             make.new_tensor_2d(context, F32, 1, 1)
         mark = make.arange(context, 0, 1, 1)
-        for bit in range(NUM_MARKS - 1):
+        for bit in range(max(NUM_MARKS - 1, place.kinds.bit_length())):
             is_copy = place.kinds >> bit & 1
             mark = make.cont(context, mark) if is_copy else make.scale_bias(context, mark, 1, 0)
         make.add_to_graph(graph, mark)
-        _put_first(make.nodes(graph), make.num_nodes(graph))
+        _put_first(make.nodes(graph), make.num_nodes(graph), len(nodes))
 
     def _place_of(self, shape: Shape) -> int:
         number = self._numbers.pop(shape, -1)
         if number >= 0:
-            place = self._places[number]
-            place.captured = place.kinds  # what comes again is captured, even where it was built anew
+            self._places[number].may_be_captured()
         else:
             is_full = len(self._numbers) == NUM_PLACES
             number = self._numbers.pop(next(iter(self._numbers))) if is_full else len(self._numbers)
@@ -101,14 +108,13 @@ def _dimensions(nodes: Sequence[int | None]) -> bytes:
     return b"".join([ctypes.string_at(node + field.offset, field.size) for node in nodes if node])
 
 
-def _put_first(address: int, num_nodes: int) -> None:
-    """Move the marks from the end of the nodes at `address` before the first that the device computes."""
+def _put_first(address: int, num_nodes: int, num_others: int) -> None:
+    """Move the marks from behind the other nodes at `address` before the first that the device computes."""
     nodes = (ctypes.c_void_p * num_nodes).from_address(address)
-    num_others = num_nodes - NUM_MARKS
     marks, begin = nodes[num_others:], nodes[: min(_NUM_HOST_NODES, num_others)]
     first = max((index + 1 for index, node in enumerate(begin) if node and _reads_host(node)), default=0)
     pointer_bytes = ctypes.sizeof(ctypes.c_void_p)
-    here, there = (address + index * pointer_bytes for index in (first, first + NUM_MARKS))
+    here, there = (address + index * pointer_bytes for index in (first, first + len(marks)))
     ctypes.memmove(there, here, (num_others - first) * pointer_bytes)
     for offset, mark in enumerate(marks):
         nodes[first + offset] = mark

@@ -12,6 +12,8 @@ from __future__ import annotations
 import ctypes
 import threading
 from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
 from enum import IntEnum
 from functools import cached_property
 
@@ -166,10 +168,27 @@ _PIECE_BYTES = 256
 _MAX_TEXT_BYTES = 2**31 - 1
 
 
-class LlamaVocabulary:
-    """Tokens of the model behind `model_handle`, valid as long as that is.
+@dataclass(frozen=True, slots=True)
+class _Tables:
+    """What is read of every token: its flags, which ones end a generation, and where texts are cut."""
 
-    Pieces are fetched once each and remembered: a race of two threads fetches the same bytes twice, no more.
+    attributes: list[int]
+    eog_tokens: tuple[int, ...]
+    cuts: TextCuts
+
+
+def _tables_of(model: int, handle: int) -> _Tables:
+    attributes = attributes_of(handle)
+    cuts = TextCuts(specials_of(handle, attributes), runs_in(model, handle))
+    return _Tables(attributes, ends_of(model, attributes), cuts)
+
+
+class LlamaVocabulary:
+    """Tokens of the model behind `model_handle`, valid as long as that is. Close it before the model.
+
+    Its tables are read in a thread, from the beginning on: a load goes on meanwhile, and whoever needs them
+    first waits. Pieces are fetched once each and remembered: a race of two threads fetches the same bytes
+    twice, no more.
     """
 
     def __init__(self, model_handle: int) -> None:
@@ -180,17 +199,33 @@ class LlamaVocabulary:
         self.n_vocab: int = llama.llama_vocab_n_tokens(self._handle)
         self._pieces: list[bytes | None] = [None] * self.n_vocab
         self._special_pieces: list[bytes | None] = [None] * self.n_vocab
-        self._attributes = attributes_of(self._handle)
-        self._eog_tokens = ends_of(model_handle, self._attributes)
-        self._eog_set = frozenset(self._eog_tokens)
-        self._cuts = TextCuts(
-            specials_of(self._handle, self._attributes), runs_in(model_handle, self._handle)
-        )
         self._floor: TokenFloor | None = None
-        self._reading = threading.Lock()
+        self._found: _Tables | None = None
+        self._reading = threading.RLock()
+        self._ahead = threading.Thread(target=self._read_ahead, name="stoker-vocabulary", daemon=True)
+        self._ahead.start()
 
     def __repr__(self) -> str:
         return f"<LlamaVocabulary of {self.n_vocab} tokens>"
+
+    def close(self) -> None:
+        """Wait for what still reads the model; idempotent."""
+        self._ahead.join()
+
+    def _read_ahead(self) -> None:
+        with suppress(Exception):  # whoever needs the tables reads them again, and is told
+            _ = self._tables
+
+    @cached_property
+    def _tables(self) -> _Tables:
+        with self._reading:
+            if self._found is None:
+                self._found = _tables_of(self._model, self._handle)
+            return self._found
+
+    @cached_property
+    def _eog_set(self) -> frozenset[int]:
+        return frozenset(self._tables.eog_tokens)
 
     def tokenize(self, text: str, *, add_special: bool, parse_special: bool) -> list[int]:
         """Token ids of `text`. Raises InvalidRequestError where it is no valid Unicode."""
@@ -202,7 +237,7 @@ class LlamaVocabulary:
             raise InvalidRequestError(
                 f"the text has {len(data)} bytes, at most {_MAX_TEXT_BYTES} fit", param="prompt"
             )
-        pieces = self._cuts.pieces(text, parse_special=parse_special)
+        pieces = self._tables.cuts.pieces(text, parse_special=parse_special)
         if len(pieces) == 1:
             return self._native_tokens(data, add_special=add_special, parse_special=parse_special)
         before, after = self._surrounding if add_special else ([], [])
@@ -220,7 +255,7 @@ class LlamaVocabulary:
         """Tokens that `text` has at the least, without tokenising it; exact no further than `enough`."""
         with self._reading:  # threads that read every token side by side keep each other from going on
             if self._floor is None:
-                self._floor = floor_of(self._model, self._attributes, self.special_piece)
+                self._floor = floor_of(self._model, self._tables.attributes, self.special_piece)
         return self._floor.least(text, enough)
 
     def _native_tokens(self, data: bytes, *, add_special: bool, parse_special: bool) -> list[int]:
@@ -290,7 +325,7 @@ class LlamaVocabulary:
     @property
     def eog_tokens(self) -> tuple[int, ...]:
         """All tokens that end a generation."""
-        return self._eog_tokens
+        return self._tables.eog_tokens
 
     @property
     def added_bos(self) -> int | None:

@@ -1,7 +1,7 @@
-"""A projector of llama.cpp (mtmd): what an image takes of a prompt, and its embeddings (SPEC V1 to V3).
+"""A projector of llama.cpp (mtmd): what images and recordings take of a prompt, and their embeddings.
 
-Owns the native projector and what it says of its model. `slices` cuts an encode into slices of time; the
-engine places the embeddings.
+SPEC V1 to V3, V9. Owns the native projector and what it says of its model. `slices` cuts an encode into
+slices of time, `bitmaps` hands media over; the engine places the embeddings.
 """
 
 from __future__ import annotations
@@ -20,40 +20,47 @@ import numpy as np
 
 from stoker.backends.llama.binding import capture_log, error_text, vision_library
 from stoker.backends.llama.shortage import load_error
+from stoker.backends.llama.vision.bitmaps import Blank, Given, Silence, described, native_bitmap
 from stoker.backends.llama.vision.slices import SlicedEncode, SliceGate
+from stoker.backends.protocol.backend import Grid, PicturePart
 from stoker.errors import InvalidRequestError, StepFailedError, StokerError, UnsupportedError
 from stoker.ipc.model import Pairing
+from stoker.ipc.request import Sound
 from stoker.models.fingerprint import fingerprint
-from stoker.models.projector import pairing_of
+from stoker.models.projector import check_heard, check_served, pairing_of, read_projector
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
     from stoker.backends.llama.model import LlamaModel
     from stoker.backends.protocol.backend import Rows
     from stoker.backends.protocol.vision import Layout
     from stoker.ipc.model import ModelSpec
-    from stoker.ipc.request import Picture
+    from stoker.ipc.request import Medium
     from stoker.models.gguf.header import GgufHeader
 
 log = logging.getLogger(__name__)
 
-_TEXT, _IMAGE = 0, 1  # enum mtmd_input_chunk_type
+_TEXT, _IMAGE, _AUDIO = 0, 1, 2  # enum mtmd_input_chunk_type
+_TXYZ, _TYXZ = "txyz", (0, 2, 1, 3)  # struct mtmd_decoder_pos, and the order in which a batch has its fields
+_PROBED_EDGE = 224  # pixels of a picture of which only the positions are looked at
 _COMPUTE = re.compile(r"compute buffer size = +([\d.]+) MiB")
-_BYTES_P = ctypes.POINTER(ctypes.c_uint8)
+_MAX_LENGTHS = 256
+"""Lengths of recordings whose tokens are known: the library makes a spectrogram to count them."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Chunk:
-    """A part of a tokenised image: ids of the text around it, or a native piece to encode."""
+    """A part of a tokenised image or recording: ids of the text around it, or a native piece to encode."""
 
+    kind: int
     tokens: tuple[int, ...]
     handle: int
     num_tokens: int
 
     @property
-    def is_picture(self) -> bool:
-        return not self.tokens
+    def is_encoded(self) -> bool:
+        return self.kind != _TEXT
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,12 +75,20 @@ BLIND = VisionContext(None, Pairing.NONE)
 """Of a model that is not meant to see."""
 
 
-def open_vision(spec: ModelSpec, model: LlamaModel, header: GgufHeader, num_threads: int) -> VisionContext:
+@dataclass(frozen=True, slots=True)
+class CallLimits:
+    """What a model's steps are computed with: CPU threads, and tokens of one call."""
+
+    num_threads: int
+    num_tokens: int
+
+
+def open_vision(spec: ModelSpec, model: LlamaModel, header: GgufHeader, limits: CallLimits) -> VisionContext:
     """Load the projector that goes with a model; where that fails, the model is served for text alone."""
     if spec.projector is None:
         return VisionContext(None, pairing_of(header, None).pairing)
     try:
-        return VisionContext(LlamaVision(Path(spec.projector.path), model, num_threads), Pairing.READY)
+        return VisionContext(LlamaVision(Path(spec.projector.path), model, limits), Pairing.READY)
     except StokerError as error:
         log.warning("%s is served without its projector: %s", spec.id, error)
         return VisionContext(None, Pairing.BROKEN)
@@ -88,17 +103,21 @@ class LlamaVision:
         n_embd: width of an embedding.
         size_bytes: of its file.
         num_threads: CPU threads of an encode.
+        sees: it takes images.
+        hears_hz: samples a second at which it takes recordings; 0: it takes none.
 
     Raises:
+        ModelFileError: the file is no sound projector.
         ModelLoadError: llama.cpp refused the file, e.g. because it belongs to another model.
-        UnsupportedError: it sees nothing, or in a way that is not served; the message says which.
+        UnsupportedError: it sees and hears nothing, or in a way that is not served; the message says which.
     """
 
-    def __init__(self, path: Path, model: LlamaModel, num_threads: int) -> None:
+    def __init__(self, path: Path, model: LlamaModel, limits: CallLimits) -> None:
         self._is_closed = True  # nothing to close until it is open
         self.path = path
-        self.num_threads = _threads_beside(num_threads)
-        self.n_embd = model.n_embd
+        self.num_threads = _threads_beside(limits.num_threads)
+        self._call_tokens = limits.num_tokens
+        self.n_embd = model.n_embd_inp
         self.fingerprint = fingerprint(path)
         self.size_bytes = path.stat().st_size
         self._model = model
@@ -109,8 +128,14 @@ class LlamaVision:
         self._handle: int | None = None
         self._opened_threads = 0
         self._compute_bytes = 0
+        self._sound_layouts: dict[int, Layout] = {}  # by number of samples
+        self._header = read_projector(path)
+        check_served(self._header)
         self._open()
         self._is_closed = False
+        self.sees = bool(self._library.mtmd_support_vision(self._handle))
+        hears = self._library.mtmd_support_audio(self._handle)
+        self.hears_hz = int(self._library.mtmd_get_audio_sample_rate(self._handle)) if hears else 0
         try:
             self._refuse_foreign_kinds()
         except BaseException:
@@ -118,9 +143,9 @@ class LlamaVision:
             raise
 
     @classmethod
-    def open(cls, path: Path, model: LlamaModel, num_threads: int) -> Self:
+    def open(cls, path: Path, model: LlamaModel, limits: CallLimits) -> Self:
         """Load the projector at `path`; errors are those of the class."""
-        return cls(path, model, num_threads)
+        return cls(path, model, limits)
 
     def __repr__(self) -> str:
         return f"<LlamaVision {self.path.name} {self._encoding or 'idle'}>"
@@ -135,28 +160,37 @@ class LlamaVision:
         if not getattr(self, "_is_closed", True):
             warnings.warn(f"{self!r} was never closed", ResourceWarning, stacklevel=1)
 
-    def layout(self, picture: Picture) -> Layout:
-        """What stands for an image: ids of tokens around it, and numbers of embeddings; computes nothing.
+    def layout(self, medium: Medium) -> Layout:
+        """What stands for it: ids of tokens around it, and numbers of embeddings; nothing is encoded.
 
         Raises:
-            InvalidRequestError: the projector cannot take an image of this shape.
+            InvalidRequestError: the projector cannot take an image of this shape or a recording of this
+                length or rate, or its tokens see each other and are more than a call may have.
+            UnsupportedError: it takes no such media.
             ModelLoadError: its file has gone since it was opened first.
         """
-        return self._layout(picture.width, picture.height)
+        if isinstance(medium, Sound):
+            return self._sound_layout(medium)
+        if not self.sees:
+            text = f"the projector {self.path.name} hears, and takes no pictures"
+            raise UnsupportedError(text, param="messages")
+        return self._layout(Blank(medium.width, medium.height))
 
     def num_tokens(self, width: int, height: int) -> int:
         """Embeddings that an image of this size becomes; InvalidRequestError as for `layout`."""
-        return sum(part for part in self._layout(width, height) if isinstance(part, int))
+        parts = self._layout(Blank(width, height))
+        return sum(part.num_tokens for part in parts if isinstance(part, PicturePart))
 
-    def begin(self, picture: Picture) -> SlicedEncode:
-        """Encode an image in slices, one at a time: not before the one before is done or cancelled."""
-        assert self._encoding is None or self._encoding.is_over, f"{self._encoding!r} is not over"
-        self._encoding = SlicedEncode(self._gate, lambda: self._encode(picture))
+    def begin(self, medium: Medium) -> SlicedEncode:
+        """Encode in slices, one at a time: not before the one before is done or cancelled."""
+        former = self._encoding
+        assert former is None or former.is_over, f"{former!r} is not over"
+        self._encoding = SlicedEncode(self._gate, lambda ready: self._encode(medium, ready), former)
         return self._encoding
 
-    def encode(self, picture: Picture) -> Rows:
-        """Encode an image at once: float32 (num_tokens, n_embd). Raises StepFailedError."""
-        encoding = self.begin(picture)
+    def encode(self, medium: Medium) -> Rows:
+        """Encode at once: float32 (num_tokens, n_embd). Raises StepFailedError."""
+        encoding = self.begin(medium)
         while not encoding.run(float("inf")):
             pass
         return encoding.result()
@@ -182,6 +216,7 @@ class LlamaVision:
         self._is_closed = True
         if self._encoding is not None:
             self._encoding.cancel()
+            self._encoding.join()
         with self._opening:
             self._free()
 
@@ -211,58 +246,89 @@ class LlamaVision:
             self._handle = None
 
     def _refuse_foreign_kinds(self) -> None:
-        library, name = self._library, self.path.name
-        if not library.mtmd_support_vision(self._handle):
-            raise UnsupportedError(f"the projector {name} has no vision encoder", path=str(self.path))
-        if library.mtmd_decode_use_mrope(self._handle):
-            raise UnsupportedError(
-                f"{self._model.description} gives the tokens of a picture positions in two dimensions"
-                f" (M-RoPE), which is not served; text without pictures is",
-                path=str(self.path),
-            )
-        if library.mtmd_decode_use_non_causal(self._handle, None):
-            raise UnsupportedError(
-                f"with the projector {name} the tokens of a picture see each other in both directions"
-                f" (non-causal attention), which is not served",
-                path=str(self.path),
-            )
+        library = self._library
+        assert self.sees or self.hears_hz > 0, "a projector that neither sees nor hears"
+        if self.sees and library.mtmd_decode_use_mrope(self._handle):
+            self._layout(Blank(_PROBED_EDGE, _PROBED_EDGE))
 
-    # ------------------------------------------------------------ images
+    # ------------------------------------------------------------ images and recordings
 
-    def _layout(self, width: int, height: int) -> Layout:
+    def _layout(self, medium: Blank | Silence) -> Layout:
         with self._opening:
             if self._handle is None:  # it could not be opened anew
                 self._open()
-            with self._tokenised(width, height, None) as chunks:
-                return tuple(chunk.num_tokens if chunk.is_picture else chunk.tokens for chunk in chunks)
+            with self._tokenised(medium) as chunks:
+                return tuple(self._part(chunk) if chunk.is_encoded else chunk.tokens for chunk in chunks)
 
-    def _encode(self, picture: Picture) -> Rows:
-        """On the encoding's own thread, while it is granted time."""
+    def _sound_layout(self, sound: Sound) -> Layout:
+        check_heard(self._header, sound, self.hears_hz)
+        found = self._sound_layouts.get(sound.num_samples)
+        if found is None:
+            found = self._layout(Silence(sound.num_samples))
+            if len(self._sound_layouts) < _MAX_LENGTHS:
+                self._sound_layouts[sound.num_samples] = found
+        return found
+
+    def _part(self, chunk: _Chunk) -> PicturePart:
+        """How the tokens of a piece are computed."""
+        library = self._library
+        is_mutual = bool(library.mtmd_decode_use_non_causal(self._handle, chunk.handle))
+        if is_mutual and chunk.num_tokens > self._call_tokens:
+            raise InvalidRequestError(
+                f"a picture of {chunk.num_tokens} tokens that see each other has to be computed in one call,"
+                f" which may have {self._call_tokens} tokens here (n_batch)",
+                param="messages",
+            )
+        has_grid = library.mtmd_decode_use_mrope(self._handle)
+        return PicturePart(chunk.num_tokens, self._grid(chunk) if has_grid else None, is_mutual)
+
+    def _grid(self, chunk: _Chunk) -> Grid:
+        if chunk.kind == _AUDIO:  # as text has them, in each dimension
+            offsets = np.tile(np.arange(chunk.num_tokens, dtype=np.int32), len(_TXYZ))
+            return Grid(chunk.num_tokens, offsets.tobytes())
+        library = self._library
+        tokens = library.mtmd_input_chunk_get_tokens_image(chunk.handle)
+        found = []
+        for start in (0, 1):
+            places = (library.mtmd_decoder_pos * chunk.num_tokens)()
+            library.mtmd_helper_image_get_decoder_pos(tokens, start, places)
+            found.append(np.frombuffer(places, np.int32).reshape(-1, len(_TXYZ)).T[list(_TYXZ)])
+        if not np.array_equal(found[1][:3], found[0][:3] + 1):
+            raise UnsupportedError(
+                f"{self._model.description} gives the tokens of a picture positions that do not count from"
+                " its first one, which is not served; text without pictures is",
+                path=str(self.path),
+            )
+        return Grid(library.mtmd_input_chunk_get_n_pos(chunk.handle), found[0].tobytes())
+
+    def _encode(self, medium: Medium, ready: Callable[[], None]) -> Rows:
+        """On the encoding's own thread; from `ready` on while it is granted time."""
         with self._opening:
             if self._opened_threads != self.num_threads:
                 self._free()
             if self._handle is None:
                 self._open()
-        with self._tokenised(picture.width, picture.height, picture.rgb) as chunks:
-            return np.concatenate([self._encode_chunk(chunk) for chunk in chunks if chunk.is_picture])
+        with self._tokenised(medium) as chunks:
+            ready()
+            return np.concatenate([self._encode_chunk(chunk) for chunk in chunks if chunk.is_encoded])
 
     def _encode_chunk(self, chunk: _Chunk) -> Rows:
         library = self._library
         with capture_log() as lines:
             code = library.mtmd_encode_chunk(self._handle, chunk.handle)
         if code != 0:
+            what = "recording" if chunk.kind == _AUDIO else "picture"
             raise StepFailedError(
-                f"the projector {self.path.name} failed on a picture: {error_text(lines)}", native_code=code
+                f"the projector {self.path.name} failed on a {what}: {error_text(lines)}", native_code=code
             )
         pointer = library.mtmd_get_output_embd(self._handle)
         return np.ctypeslib.as_array(pointer, (chunk.num_tokens, self.n_embd)).copy()
 
     @contextmanager
-    def _tokenised(self, width: int, height: int, rgb: bytes | None) -> Iterator[list[_Chunk]]:
-        """The parts of an image, which are freed afterwards; without `rgb` only their sizes are true."""
+    def _tokenised(self, medium: Given) -> Iterator[list[_Chunk]]:
+        """The parts of a medium, which are freed afterwards; those of blank media have sizes only."""
         library = self._library
-        pixels = None if rgb is None else ctypes.cast(ctypes.c_char_p(rgb), _BYTES_P)
-        bitmap = library.mtmd_bitmap_init(width, height, pixels)
+        bitmap = native_bitmap(library, medium)
         chunks = library.mtmd_input_chunks_init()
         try:
             marker = library.mtmd_default_marker()
@@ -271,9 +337,9 @@ class LlamaVision:
             with capture_log() as lines:
                 code = library.mtmd_tokenize(self._handle, chunks, ctypes.byref(text), bitmaps, 1)
             if code != 0:
+                what = described(medium)
                 raise InvalidRequestError(
-                    f"the projector {self.path.name} cannot take a picture of {width} x {height} pixels: "
-                    f"{error_text(lines)}",
+                    f"the projector {self.path.name} cannot take {what}: {error_text(lines)}",
                     param="messages",
                 )
             yield [self._chunk(chunks, index) for index in range(library.mtmd_input_chunks_size(chunks))]
@@ -285,13 +351,13 @@ class LlamaVision:
         library = self._library
         handle = library.mtmd_input_chunks_get(chunks, index)
         kind = library.mtmd_input_chunk_get_type(handle)
-        assert kind in {_TEXT, _IMAGE}, f"a chunk of type {kind} in a picture"
+        assert kind in {_TEXT, _IMAGE, _AUDIO}, f"a chunk of type {kind} in a medium"
         size = library.mtmd_input_chunk_get_n_tokens(handle)
-        if kind == _IMAGE:
-            return _Chunk((), handle, size)
+        if kind != _TEXT:
+            return _Chunk(kind, (), handle, size)
         count = ctypes.c_size_t()
         tokens = library.mtmd_input_chunk_get_tokens_text(handle, ctypes.byref(count))
-        return _Chunk(tuple(tokens[: count.value]), handle, size)
+        return _Chunk(kind, tuple(tokens[: count.value]), handle, size)
 
 
 def _threads_beside(num_threads: int) -> int:

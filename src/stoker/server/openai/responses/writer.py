@@ -5,8 +5,8 @@
 
 from __future__ import annotations
 
-import hashlib
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -24,11 +24,12 @@ from stoker.chat.answer_events import (
 from stoker.ipc.events import PrefillProgress
 from stoker.ipc.request import FinishReason
 from stoker.ipc.usage import Usage
-from stoker.server.sse import Ending, progress_fields, typed_frames
+from stoker.server.openai.responses.items import item_id, sealed
+from stoker.server.sse import DONE, Ending, progress_fields, typed_frames
 from stoker.server.streaming import AnswerReading
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping
+    from collections.abc import Iterable, Mapping
 
     from stoker.chat.answer import AnswerForm
     from stoker.chat.answer_events import AnswerEvent
@@ -42,7 +43,12 @@ _INCOMPLETE = {
     FinishReason.CANCELLED: "cancelled",
     FinishReason.PREEMPTED: "preempted",
 }
-_ID_DIGITS = 24
+
+
+REASONING_EVENT = "reasoning_text"
+"""As OpenAI and its clients name the events of reasoning."""
+_PROGRESS_EVENT = "stoker:prefill_progress"
+"""Open Responses wants events that it does not know to begin with a name of whoever sends them."""
 
 
 @dataclass(frozen=True)
@@ -55,6 +61,9 @@ class ResponseHead:
         created: seconds since the epoch.
         echo: what the object repeats of the request.
         namespaces: by the name that the model knows a function by: its namespace, and its name there.
+        max_calls: further calls are left out; None: as many as the model writes.
+        seals_reasoning: reasoning items hold their text once more, for clients that pass nothing else back.
+        reasoning_event: events `response.NAME.delta` and `.done` tell of reasoning.
     """
 
     id: str
@@ -62,6 +71,9 @@ class ResponseHead:
     created: int
     echo: dict[str, Any]
     namespaces: Mapping[str, tuple[str, str]] = field(default_factory=dict)
+    max_calls: int | None = None
+    seals_reasoning: bool = False
+    reasoning_event: str = REASONING_EVENT
 
 
 class ResponseBuilder:
@@ -90,12 +102,14 @@ class ResponseBuilder:
 
     def progress(self, event: PrefillProgress) -> Json:
         """How much of the prompt is computed; no event of OpenAI's, sent where it was asked for."""
-        return self._numbered("response.prefill_progress", prompt_progress=progress_fields(event))
+        return self._numbered(_PROGRESS_EVENT, prompt_progress=progress_fields(event))
 
     def add(self, events: Iterable[AnswerEvent]) -> list[Json]:
         """What these add."""
         written: list[Json] = []
         for event in events:
+            if self._is_left_out(event):
+                continue
             match event:
                 case str(text):
                     written += self._text("message", "output_text", text)
@@ -111,12 +125,18 @@ class ResponseBuilder:
                     written += self._close("incomplete")
         return written
 
+    def _is_left_out(self, event: AnswerEvent) -> bool:
+        """Whether it is of a call beyond those that the response may have."""
+        if isinstance(event, str | Reasoning) or self._head.max_calls is None:
+            return False
+        return event.index >= self._head.max_calls
+
     def end(self, reading: AnswerReading) -> list[Json]:
         """The last events."""
         self._reason = None if reading.reason is None else _INCOMPLETE.get(reading.reason)
         self._status = "incomplete" if self._reason else "completed"
         self._completed_s = None if self._reason else int(self._clock())
-        self._usage = _usage(reading.usage, reading.num_reasoning_tokens)
+        self._usage = usage_fields(reading.usage, reading.num_reasoning_tokens)
         closing = self._close(self._status)
         return [*closing, self._whole(f"response.{self._status}")]
 
@@ -147,7 +167,12 @@ class ResponseBuilder:
     def _text(self, kind: str, part: str, text: str) -> list[Json]:
         written: list[Json] = []
         if self._open is None or self._open["type"] != kind:
-            item: Json = {"id": self._item_id(kind), "type": kind, "status": "in_progress", "content": []}
+            item: Json = {
+                "id": item_id(self._head.id, kind, len(self._output)),
+                "type": kind,
+                "status": "in_progress",
+                "content": [],
+            }
             if kind == "message":
                 item["role"] = "assistant"
             else:
@@ -158,12 +183,16 @@ class ResponseBuilder:
         assert self._open is not None
         self._open["content"][0]["text"] += text
         extra: Json = {"logprobs": []} if part == "output_text" else {}
-        return [*written, self._event(f"response.{part}.delta", content_index=0, delta=text, **extra)]
+        return [*written, self._event(f"{self._told(part)}.delta", content_index=0, delta=text, **extra)]
+
+    def _told(self, part: str) -> str:
+        """What the types of the events of such a part begin with."""
+        return f"response.{self._head.reasoning_event if part == REASONING_EVENT else part}"
 
     def _open_call(self, event: CallBegan) -> list[Json]:
         namespace, name = self._head.namespaces.get(event.name, ("", event.name))
         item = {
-            "id": self._item_id("function_call"),
+            "id": self._next_id("function_call"),
             "type": "function_call",
             "status": "in_progress",
             "call_id": event.id,
@@ -177,11 +206,8 @@ class ResponseBuilder:
         self._open["arguments"] += fragment
         return self._event("response.function_call_arguments.delta", delta=fragment)
 
-    def _item_id(self, kind: str) -> str:
-        prefix = {"message": "msg", "reasoning": "rs", "function_call": "fc"}[kind]
-        index = len(self._output)
-        digest = hashlib.sha256(f"{self._head.id}\n{index}".encode()).hexdigest()
-        return f"{prefix}_{digest[:_ID_DIGITS]}"
+    def _next_id(self, kind: str) -> str:
+        return item_id(self._head.id, kind, len(self._output))
 
     def _open_item(self, item: Json) -> list[Json]:
         closing = self._close("completed")
@@ -201,10 +227,12 @@ class ResponseBuilder:
             written = [self._numbered("response.function_call_arguments.done", **done)]
         else:
             part = item["content"][0]
+            if item["type"] == "reasoning" and self._head.seals_reasoning:
+                item["encrypted_content"] = sealed(part["text"])
             extra: Json = {"logprobs": []} if part["type"] == "output_text" else {}
             about |= {"content_index": 0}
             written = [
-                self._numbered(f"response.{part['type']}.done", **about, text=part["text"], **extra),
+                self._numbered(f"{self._told(part['type'])}.done", **about, text=part["text"], **extra),
                 self._numbered("response.content_part.done", **about, part=dict(part)),
             ]
         return [
@@ -235,7 +263,8 @@ def _part(kind: str, text: str) -> Json:
     )
 
 
-def _usage(usage: Usage, num_reasoning_tokens: int) -> Json:
+def usage_fields(usage: Usage, num_reasoning_tokens: int) -> Json:
+    """The token counts of a response."""
     return {
         "input_tokens": usage.prompt_tokens,
         "input_tokens_details": {"cached_tokens": usage.cached_tokens, "cache_write_tokens": 0},
@@ -245,29 +274,49 @@ def _usage(usage: Usage, num_reasoning_tokens: int) -> Json:
     }
 
 
-class ResponseChunks:
-    """A response as server-sent events; `clock` gives seconds since the epoch."""
+Keep = Callable[["Json"], None]
+"""Takes a response object that has come to its end."""
 
-    def __init__(self, head: ResponseHead, form: AnswerForm, clock: Callable[[], float] = time.time) -> None:
-        self.ending = Ending(b"", self.fail)
+
+class ResponseEvents:
+    """A response as the objects of its events.
+
+    Args:
+        head: of the response.
+        form: how the text is to be read.
+        keep: gets the response at its end; None: nobody does.
+        clock: seconds since the epoch.
+    """
+
+    def __init__(
+        self,
+        head: ResponseHead,
+        form: AnswerForm,
+        keep: Keep | None = None,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        self._keep = keep
         self._builder = ResponseBuilder(head, clock)
         self._reading = AnswerReading(form, head.id)
         self._has_begun = False
 
-    def write(self, _prompt: int, event: StreamEvent) -> bytes:
-        """Frames of one event; empty if it shows nothing."""
+    def of(self, event: StreamEvent) -> list[Json]:
+        """What one event of the answer adds."""
         objects = self._begin() + self._builder.add(self._reading.read(event))
         if isinstance(event, PrefillProgress):
             objects.append(self._builder.progress(event))
-        return typed_frames(objects)
+        return objects
 
-    def end(self) -> bytes:
-        """Frames after the last event."""
-        return typed_frames([*self._begin(), *self._builder.end(self._reading)])
+    def end(self) -> list[Json]:
+        """Those after the last event."""
+        objects = [*self._begin(), *self._builder.end(self._reading)]
+        if self._keep is not None:
+            self._keep(self._builder.response())
+        return objects
 
-    def fail(self, info: ErrorInfo) -> bytes:
-        """Frames of an error after the stream began."""
-        return typed_frames([*self._begin(), *self._builder.fail(info)])
+    def fail(self, info: ErrorInfo) -> list[Json]:
+        """Those of an error after the response began."""
+        return [*self._begin(), *self._builder.fail(info)]
 
     def _begin(self) -> list[Json]:
         objects = [] if self._has_begun else self._builder.begin()
@@ -275,10 +324,37 @@ class ResponseChunks:
         return objects
 
 
-class WholeResponse:
-    """A response as one object; `clock` gives seconds since the epoch."""
+class ResponseChunks:
+    """A response as server-sent events.
 
-    def __init__(self, head: ResponseHead, form: AnswerForm, clock: Callable[[], float] = time.time) -> None:
+    Args:
+        events: of the response.
+    """
+
+    def __init__(self, events: ResponseEvents) -> None:
+        self.ending = Ending(DONE, lambda info: typed_frames(events.fail(info)))
+        self._events = events
+
+    def write(self, _prompt: int, event: StreamEvent) -> bytes:
+        """Frames of one event; empty if it shows nothing."""
+        return typed_frames(self._events.of(event))
+
+    def end(self) -> bytes:
+        """Frames after the last event."""
+        return typed_frames(self._events.end())
+
+
+class WholeResponse:
+    """A response as one object; arguments as of `ResponseEvents`."""
+
+    def __init__(
+        self,
+        head: ResponseHead,
+        form: AnswerForm,
+        keep: Keep | None = None,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        self._keep = keep
         self._builder = ResponseBuilder(head, clock)
         self._reading = AnswerReading(form, head.id)
         self._answer = WholeAnswer()
@@ -291,4 +367,7 @@ class WholeResponse:
         """The answer's body."""
         self._builder.add(self._answer.events())
         self._builder.end(self._reading)
-        return msgspec.json.encode(self._builder.response())
+        response = self._builder.response()
+        if self._keep is not None:
+            self._keep(response)
+        return msgspec.json.encode(response)

@@ -1,31 +1,25 @@
-"""POST /v1/responses: OpenAI's Responses API as another spelling of chat completions, and its token count.
+"""Bodies of the Responses API: another spelling of chat completions.
 
-A body becomes that of a chat completion as JSON values, which that route's schema checks. Nothing is stored,
-so nothing can be referred to later.
+A body becomes that of a chat completion as JSON values, which that route's schema checks.
 """
 
 from __future__ import annotations
 
-import asyncio
-import time
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Literal
 
-from fastapi import APIRouter
-from starlette.requests import Request
-from starlette.responses import Response
+from pydantic import Field
 
 from stoker.errors import InvalidRequestError, UnsupportedError
 from stoker.ipc.request import GenerateRequest
 from stoker.json_size import num_chars
-from stoker.server.context import ServerContext
 from stoker.server.errors import OriginRules
 from stoker.server.fields import GenerationFields, Int, ResponseFormat, tier_of
-from stoker.server.inbound.body import Described, Many, Named, read_body
-from stoker.server.openai.chat import Translation, prompt_tokens, translated_turn
-from stoker.server.openai.responses_writer import ResponseChunks, ResponseHead, WholeResponse
-from stoker.server.reply import ignored_header, json_response
-from stoker.server.streaming import collected, streamed
+from stoker.server.inbound.body import Many, Name, Named
+from stoker.server.openai.chat import Translation
+from stoker.server.openai.conversation import ThinkingFields
+from stoker.server.openai.responses.items import Item, messages_of
+from stoker.tasks.chat import effort_args
 
 IGNORED_TOOLS = "stoker_ignored_tools"
 """Key in the answer's metadata: the tools that the model was not told of."""
@@ -34,52 +28,84 @@ MAX_ECHO_CHARS = 2 * 1024**2
 """Of what a response repeats of its request, without the instructions, which are bounded with the prompt. A
 stream repeats it three times; 128 tools of 16,000 characters fit."""
 
-_REFUSED = ("previous_response_id", "conversation", "background", "prompt")
+MAX_METADATA = 16
+"""Pairs of `metadata`, as at OpenAI."""
+MAX_METADATA_KEY_CHARS = 64
+"""Of each key of `metadata`."""
+MAX_METADATA_CHARS = 512
+"""Of each value of `metadata`."""
+
+MAX_SUMMARY_TOKENS = 1024
+"""Of a compaction that does not say `max_output_tokens`."""
+
+_SUMMARISE = (
+    "Summarise our conversation so far for the one who goes on with it and sees nothing else of it. Keep what"
+    " was asked for and decided, names, numbers, file paths and code that still matter, what was tried, and"
+    " what is to be done next. Write the summary only."
+)
+_SEALED_REASONING = "reasoning.encrypted_content"
+_REFUSED = ("conversation", "background", "prompt")
 _LOGPROBS = "message.output_text.logprobs"
-_TEXT_PARTS = frozenset({"input_text", "output_text", "text", "summary_text", "reasoning_text"})
 _SHARED = frozenset(GenerationFields.model_fields) - {"n", "stream_options"}
 _LIMIT = "max_output_tokens"
 
 
-class ResponsesRequest(GenerationFields):
+class ResponsesRequest(ThinkingFields, GenerationFields):
     """A response to make."""
 
     input: str | Many[Named[Any]]
     instructions: str | None = None
     max_output_tokens: Int | None = None
-    max_tool_calls: Int | None = None
+    max_tool_calls: Int | None = Field(None, ge=1)
+    store: bool | None = None
     tools: Many[Named[Any]] | None = None
     tool_choice: Any = None
     parallel_tool_calls: bool | None = None
     text: Named[Any] | None = None
     response_format: ResponseFormat | None = None
     reasoning: Named[Any] | None = None
-    truncation: str | None = None
+    truncation: Literal["auto", "disabled"] | None = None
     top_logprobs: Int | None = None
     include: Many[str] | None = None
     metadata: Named[str] | None = None
     user: str | None = None
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
-    chat_template_kwargs: Named[Any] | None = None
-    previous_response_id: Any = None
+    previous_response_id: str | None = None
+    tool_format: Name | None = None
     conversation: Any = None
     background: Any = None
     prompt: Any = None
 
     def refuse_unsupported(self) -> None:
-        """Refuse what would need stored responses, several answers or logprobs."""
+        """Refuse what would need conversation objects, several answers or logprobs."""
         super().refuse_unsupported()
         for name, value in self.model_dump(include=set(_REFUSED), exclude_none=True).items():
             if value not in ("", [], {}, False):
-                raise UnsupportedError(f"{name} is not supported: no response is stored", param=name)
+                raise UnsupportedError(f"{name} is not supported", param=name)
         if self.n not in (None, 1):
             raise UnsupportedError("a response has one answer; n is not supported here", param="n")
         if self.top_logprobs or _LOGPROBS in (self.include or ()):
             raise UnsupportedError("logprobs of responses are not supported", param="top_logprobs")
+        _check_metadata(self.metadata or {})
 
-    def to_chat(self) -> Translation:
+    @property
+    def asks_reasoning_back(self) -> bool:
+        """Whether reasoning is to be sealed in its items, for clients that pass nothing else back."""
+        return _SEALED_REASONING in (self.include or ())
+
+    @property
+    def own_items(self) -> list[Item]:
+        """The input as items."""
+        if isinstance(self.input, str):
+            return [{"type": "message", "role": "user", "content": self.input}]
+        return list(self.input or ())
+
+    def to_chat(self, earlier: Sequence[Item] = ()) -> Translation:
         """The chat completion that asks for the same.
+
+        Args:
+            earlier: the items of the response that it continues.
 
         Raises:
             InvalidRequestError: an item, a tool or the choice is malformed; `param` names it.
@@ -90,14 +116,14 @@ class ResponsesRequest(GenerationFields):
         origins.add("max_completion_tokens", _LIMIT)
         origins.add("max_tokens", _LIMIT)
         given = {
-            "messages": self._messages(origins),
+            "messages": self._messages(earlier, origins),
             "max_completion_tokens": self.max_output_tokens,
             "tools": self._tools(origins) or None,
             "tool_choice": _choice(self.tool_choice),
-            "parallel_tool_calls": self.parallel_tool_calls,
+            "parallel_tool_calls": False if self.max_tool_calls == 1 else self.parallel_tool_calls,
+            "tool_format": self.tool_format,
             "response_format": self._format(origins),
-            "chat_template_kwargs": _template_args(self.reasoning) | (self.chat_template_kwargs or {})
-            or None,
+            "chat_template_kwargs": self.thinking_args(_template_args(self.reasoning)) or None,
             "context_shift": True if self.truncation == "auto" else None,
         }
         body = self.model_dump(include=set(_SHARED), exclude_none=True, by_alias=True)
@@ -125,12 +151,12 @@ class ResponsesRequest(GenerationFields):
             "metadata": {**(self.metadata or {}), **({IGNORED_TOOLS: ignored} if ignored else {})},
             "parallel_tool_calls": self.parallel_tool_calls is not False,
             "presence_penalty": sampling.presence_penalty,
-            "previous_response_id": None,
+            "previous_response_id": self.previous_response_id,
             "prompt_cache_key": self.prompt_cache_key,
             "reasoning": {name: (self.reasoning or {}).get(name) for name in ("effort", "summary")},
             "safety_identifier": self.safety_identifier,
             "service_tier": tier_of(asked.priority),
-            "store": False,
+            "store": self.store is not False,
             "temperature": sampling.temperature,
             "text": {**(self.text or {}), "format": _whole_format((self.text or {}).get("format"))},
             "tool_choice": self.tool_choice or "auto",
@@ -159,24 +185,18 @@ class ResponsesRequest(GenerationFields):
             if isinstance(inner.get("name"), str)
         }
 
-    def _messages(self, origins: OriginRules) -> list[dict[str, Any]]:
+    def _messages(self, earlier: Sequence[Item], origins: OriginRules) -> list[dict[str, Any]]:
         messages: list[dict[str, Any]] = []
         if self.instructions:
             messages.append({"role": "system", "content": self.instructions})
             origins.add_text("messages.0", "instructions")
+        messages_of((("previous_response_id", item) for item in earlier), messages, origins)
         if isinstance(self.input, str):
             origins.add_text(f"messages.{len(messages)}", "input")
-            return [*messages, {"role": "user", "content": self.input}]
-        thoughts: list[str] = []  # they belong to the turn that the next item is a part of
-        for index, item in enumerate(self.input or ()):
-            if item.get("type") == "reasoning":
-                thoughts += _thoughts(item, f"input.{index}")
-                continue
-            _take(item, f"input.{index}", messages, origins)
-            if thoughts and messages[-1]["role"] == "assistant":
-                before = messages[-1].get("reasoning_content")
-                messages[-1]["reasoning_content"] = "\n".join([before, *thoughts] if before else thoughts)
-            thoughts = []
+            messages.append({"role": "user", "content": self.input})
+        else:
+            placed = ((f"input.{index}", item) for index, item in enumerate(self.input or ()))
+            messages_of(placed, messages, origins)
         if not messages:
             raise InvalidRequestError("input holds no message", param="input")
         return messages
@@ -184,7 +204,10 @@ class ResponsesRequest(GenerationFields):
     def _tools(self, origins: OriginRules) -> list[dict[str, Any]]:
         """The functions in the chat completions' form, those of namespaces too; other tools as they are."""
         tools: list[dict[str, Any]] = []
+        allowed = _allowed(self.tool_choice)
         for where, name, tool in _each_tool(self.tools or ()):
+            if allowed is not None and name not in allowed:
+                continue
             place = f"tools.{len(tools)}"
             origins.add(place, where)
             origins.add(f"{place}.function", where)
@@ -217,83 +240,40 @@ class InputTokensRequest(ResponsesRequest):
     input: str | Many[Named[Any]] | None = None  # type: ignore[assignment] # it may be left out here
 
 
+class CompactRequest(ResponsesRequest):
+    """A conversation to be summarised, so that a shorter one goes on."""
+
+    model: Name
+    input: str | Many[Named[Any]] | None = None  # type: ignore[assignment] # it may be left out here
+
+    def to_chat(self, earlier: Sequence[Item] = ()) -> Translation:
+        """The chat completion whose answer is the summary; it begins as the conversation does.
+
+        Raises:
+            InvalidRequestError, UnsupportedError: as of a response.
+        """
+        asked = super().to_chat(earlier)
+        *before, last = asked.body["messages"]
+        if last["role"] == "user":  # some templates refuse two turns of one side
+            content = last["content"]
+            parts = [{"type": "text", "text": content}] if isinstance(content, str) else content
+            turns = [*before, {**last, "content": [*parts, {"type": "text", "text": _SUMMARISE}]}]
+        else:
+            turns = [*before, last, {"role": "user", "content": _SUMMARISE}]
+        body = {
+            **asked.body,
+            "messages": turns,
+            "max_completion_tokens": self.max_output_tokens or MAX_SUMMARY_TOKENS,
+            "tool_choice": "none",
+            "stream": False,
+            "chat_template_kwargs": self.thinking_args(effort_args("none")),
+        }
+        return Translation(body, asked.origins)
+
+
 def default_echo() -> dict[str, Any]:
     """What a response object repeats of a request that said nothing but its input."""
     return ResponsesRequest.model_validate({"input": ""}).echo(GenerateRequest(prompt=""))
-
-
-# ------------------------------------------------------------ items
-
-
-def _take(item: Mapping[str, Any], where: str, messages: list[dict[str, Any]], origins: OriginRules) -> None:
-    """Add the message that an item is; calls join the assistant's turn before them."""
-    kind = item.get("type", "message")
-    if kind == "function_call":
-        last = messages[-1] if messages and messages[-1]["role"] == "assistant" else None
-        if last is None:
-            messages.append(last := {"role": "assistant", "content": ""})
-            origins.add(f"messages.{len(messages) - 1}", where)
-        calls = last.setdefault("tool_calls", [])
-        place = f"messages.{len(messages) - 1}.tool_calls.{len(calls)}"
-        origins.add(place, where)
-        origins.add(f"{place}.function", where)
-        calls.append(_call(item, where))
-        return
-    place = f"messages.{len(messages)}"
-    origins.add(place, where)
-    if kind == "message":
-        role = item.get("role")
-        if not isinstance(role, str):
-            raise InvalidRequestError(f"{where} has no role", param=f"{where}.role")
-        messages.append({"role": role, "content": _content(item.get("content"), f"{where}.content")})
-    elif kind == "function_call_output":
-        origins.add(f"{place}.content", f"{where}.output")
-        content = _content(item.get("output"), f"{where}.output")
-        messages.append({"role": "tool", "tool_call_id": _text(item, "call_id", where), "content": content})
-    else:
-        raise UnsupportedError(f"{where}: items of type {str(kind)[:40]!r} are not supported", param=where)
-
-
-def _thoughts(item: Mapping[str, Any], where: str) -> list[str]:
-    """The texts of a reasoning item: what the model thought, or a summary where that is all there is."""
-    for name in ("content", "summary"):
-        if parts := item.get(name):
-            texts = _content(parts, f"{where}.{name}")
-            return [texts] if isinstance(texts, str) else [part["text"] for part in texts if "text" in part]
-    return []
-
-
-def _call(item: Mapping[str, Any], where: str) -> dict[str, Any]:
-    name = _text(item, "name", where)
-    if isinstance(namespace := item.get("namespace"), str) and namespace:
-        name = f"{namespace}.{name}"
-    function = {"name": name, "arguments": _text(item, "arguments", where)}
-    return {"id": _text(item, "call_id", where), "type": "function", "function": function}
-
-
-def _content(content: Any, where: str) -> Any:
-    """Text, or parts in the chat completions' form; other kinds of parts go on as they are."""
-    if isinstance(content, str):
-        return content
-    if not isinstance(content, list) or not all(isinstance(part, Mapping) for part in content):
-        raise InvalidRequestError(f"{where} is neither text nor a list of parts", param=where)
-    return [_content_part(part, f"{where}.{index}") for index, part in enumerate(content)]
-
-
-def _content_part(part: Mapping[str, Any], where: str) -> dict[str, Any]:
-    kind = _text(part, "type", where)
-    if kind in _TEXT_PARTS:
-        return {"type": "text", "text": _text(part, "text", where)}
-    if kind == "refusal":
-        return {"type": "text", "text": _text(part, "refusal", where)}
-    return dict(part)
-
-
-def _text(given: Mapping[str, Any], name: str, where: str) -> str:
-    value = given.get(name)
-    if not isinstance(value, str):
-        raise InvalidRequestError(f"{where}.{name} is not text", param=f"{where}.{name}")
-    return value
 
 
 # ------------------------------------------------------------ tools
@@ -306,7 +286,8 @@ def _each_tool(tools: list[dict[str, Any]] | tuple[()]) -> Iterator[tuple[str, A
         if tool.get("type") != "namespace":
             yield where, tool.get("name"), tool
             continue
-        _text(tool, "name", where)
+        if not isinstance(tool.get("name"), str):
+            raise InvalidRequestError(f"{where}.name is not text", param=f"{where}.name")
         for number, inner in enumerate(_functions_of(tool, where)):
             yield f"{where}.tools.{number}", _full_name(tool, inner), inner
 
@@ -336,7 +317,19 @@ def _whole_tool(tool: Mapping[str, Any]) -> dict[str, Any]:
     return {"description": None, "parameters": None, "strict": False, **tool}
 
 
+def _allowed(choice: Any) -> frozenset[Any] | None:
+    """Names of the tools that may be called; None: all of them. Raises InvalidRequestError."""
+    if not isinstance(choice, Mapping) or choice.get("type") != "allowed_tools":
+        return None
+    tools = choice.get("tools")
+    if not isinstance(tools, list) or not tools or not all(isinstance(one, Mapping) for one in tools):
+        raise InvalidRequestError("tool_choice.tools is not a list of tools", param="tool_choice.tools")
+    return frozenset(str(_choice({"type": "function", **one})["function"]["name"]) for one in tools)
+
+
 def _choice(given: Any) -> Any:
+    if isinstance(given, Mapping) and given.get("type") == "allowed_tools":
+        return given.get("mode") or "auto"
     if not isinstance(given, Mapping) or given.get("type") != "function":
         return given
     name, namespace = given.get("name"), given.get("namespace")
@@ -345,6 +338,23 @@ def _choice(given: Any) -> Any:
 
 
 # ------------------------------------------------------------ the rest
+
+
+def _check_metadata(metadata: Mapping[str, str]) -> None:
+    """Raises InvalidRequestError where it has more pairs, or longer ones, than a response may have."""
+    if len(metadata) > MAX_METADATA:
+        text = f"metadata has {len(metadata)} pairs, at most {MAX_METADATA} are taken"
+        raise InvalidRequestError(text, param="metadata")
+    for key, value in metadata.items():
+        place = f"metadata.{key[:MAX_METADATA_KEY_CHARS]}"
+        if len(key) > MAX_METADATA_KEY_CHARS:
+            text = (
+                f"{place}...: the key has {len(key)} characters, at most {MAX_METADATA_KEY_CHARS} are taken"
+            )
+            raise InvalidRequestError(text, param="metadata")
+        if len(value) > MAX_METADATA_CHARS:
+            text = f"{place} has {len(value)} characters, at most {MAX_METADATA_CHARS} are taken"
+            raise InvalidRequestError(text, param=place)
 
 
 def _whole_format(given: Any) -> Any:
@@ -359,34 +369,4 @@ def _whole_format(given: Any) -> Any:
 def _template_args(reasoning: Mapping[str, Any] | None) -> dict[str, Any]:
     """The effort as templates know it."""
     effort = (reasoning or {}).get("effort")
-    if effort is None:
-        return {}
-    return {"enable_thinking": effort != "none", "reasoning_effort": effort}
-
-
-def router(context: ServerContext) -> APIRouter:
-    """The routes."""
-    routes = APIRouter(tags=["generate"])
-
-    @routes.post("/v1/responses", openapi_extra=Described(ResponsesRequest))
-    async def responses(request: Request) -> Response:
-        """Answer an input."""
-        body = await read_body(request, ResponsesRequest)
-        turn = await translated_turn(context, request, body, "resp_")
-        echo = await asyncio.to_thread(body.echo, turn.request, ignored_header(turn.left_out))
-        head = ResponseHead(turn.call.id, turn.request.model, int(time.time()), echo, body.namespaces())
-        is_stream = body.stream
-        del body  # its images are megabytes, and it may wait for long
-        if not is_stream:
-            return turn.tell(await collected(turn.call, WholeResponse(head, turn.form), request))
-        chunks = ResponseChunks(head, turn.form)
-        return turn.tell(streamed(turn.call, chunks, context.settings.keepalive_s))
-
-    @routes.post("/v1/responses/input_tokens", openapi_extra=Described(InputTokensRequest))
-    async def input_tokens(request: Request) -> Response:
-        """The tokens that the prompt of a response has, images and tools included; nothing is generated."""
-        body = await read_body(request, InputTokensRequest)
-        num_tokens = await prompt_tokens(context, request, body)
-        return json_response({"object": "response.input_tokens", "input_tokens": num_tokens})
-
-    return routes
+    return {} if effort is None else effort_args(effort)

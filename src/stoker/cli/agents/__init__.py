@@ -1,0 +1,1 @@
+"""Programs of others that are started against the running server."""

@@ -1,0 +1,1 @@
+"""`stoker config`: the settings file and the keys in it."""

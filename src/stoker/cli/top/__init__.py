@@ -1,0 +1,1 @@
+"""`stoker top`: what a running server does, in a terminal."""

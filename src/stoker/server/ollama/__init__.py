@@ -1,0 +1,1 @@
+"""Ollama's API: bodies, routes and their writer."""

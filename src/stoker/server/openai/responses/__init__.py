@@ -1,0 +1,1 @@
+"""OpenAI's Responses API: bodies, items, stored responses, events, HTTP and WebSocket."""

@@ -1,0 +1,1 @@
+"""OpenTelemetry traces: one a request, made of its moves when it has ended."""

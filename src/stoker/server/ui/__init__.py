@@ -1,0 +1,1 @@
+"""The control room: a page that shows and steers a running server."""

@@ -1,0 +1,122 @@
+/** The page: head, the tab that is shown, the story of a request beside it, dialogs and notes. */
+
+import { follow, html, render, useEffect, useErrorBoundary, useRef, useState } from "./dom.js";
+import { actions } from "./shell/actions.js";
+import { KeyDialog, KeysDialog } from "./shell/dialogs.js";
+import { line, now, open_feed, reopen_feed, state } from "./shell/feed.js";
+import { Header, switch_theme } from "./shell/header.js";
+import { go, open, place } from "./shell/place.js";
+import { TABS } from "./shell/tabs.js";
+import { Toasts, close_newest } from "./shell/toasts.js";
+
+const loaded = new Map();
+
+/** The module behind an import, when it is there. */
+function useModule(id, load) {
+	const [found, set_found] = useState(null);
+	useEffect(() => {
+		const settled = (module, error) => set_found({ id, module, error });
+		if (!loaded.has(id)) loaded.set(id, load());
+		loaded.get(id).then(
+			(module) => settled(module, null),
+			(error) => {
+				loaded.delete(id);
+				settled(null, error);
+			},
+		);
+	}, [id]);
+	return found?.id === id ? found : null;
+}
+
+function Broken({ error }) {
+	return html`<div class="empty" role="alert">
+		<p>This view failed: <code>${String(error?.message ?? error)}</code></p>
+		<button onClick=${() => location.reload()}>Load the page again</button>
+	</div>`;
+}
+
+function Stage({ tab }) {
+	const found = useModule(tab.id, tab.load);
+	const [error] = useErrorBoundary();
+	if (error ?? found?.error) return html`<${Broken} error=${error ?? found.error} />`;
+	if (!found) return html`<p class="empty">Loading</p>`;
+	const View = found.module.View;
+	return tab.is_own ? html`<${View} />` : html`<${Live} View=${View} />`;
+}
+
+function Live({ View }) {
+	follow(state, now, line);
+	if (!state.value.at) return html`<p class="empty">${line.value.state === "refused" ? line.value.error.message : "Nothing has come yet"}</p>`;
+	return html`<${View} ...${props()} />`;
+}
+
+const props = () => ({ state: state.value, now: now.value, actions, may: state.value.may, open });
+
+function Drawer() {
+	follow(place, state, now);
+	const { request, tab } = place.value;
+	const found = useModule("request", () => import("./views/request.js"));
+	const [error] = useErrorBoundary();
+	if (!request || error || !found?.module || !state.value.at) return null;
+	return html`<${found.module.RequestDrawer} key=${`${tab} ${request}`} ...${props()} requestId=${request} />`;
+}
+
+/** Whether a key pressed there is text for something. */
+function is_typed(event) {
+	const target = event.target;
+	return event.ctrlKey || event.metaKey || event.altKey || target.isContentEditable || /^(INPUT|TEXTAREA|SELECT)$/.test(target.tagName);
+}
+
+function useShortcuts(show_keys) {
+	useEffect(() => {
+		const pressed = (event) => {
+			if (is_typed(event) || event.defaultPrevented || document.querySelector("dialog[open]")) return;
+			const tab = TABS[Number(event.key) - 1];
+			if (tab) go(tab.id);
+			else if (event.key === "t") switch_theme();
+			else if (event.key === "?") show_keys();
+			else if (event.key === "Escape") close_newest();
+		};
+		addEventListener("keydown", pressed);
+		return () => removeEventListener("keydown", pressed);
+	}, []);
+}
+
+function App() {
+	follow(place, line);
+	const tab = TABS.find((one) => one.id === place.value.tab) ?? TABS[0];
+	const [dialog, set_dialog] = useState(null);
+	const main = useRef(null);
+	const close = () => set_dialog(null);
+	const given = () => {
+		close();
+		reopen_feed();
+	};
+	useShortcuts(() => set_dialog("keys"));
+	useEffect(() => {
+		document.title = `${tab.title} · Stoker`;
+	}, [tab]);
+	const { state: is, error } = line.value;
+	useEffect(() => {
+		if (is === "refused" && error.status === 401) set_dialog("key");
+	}, [is, error]);
+	const skip = (event) => {
+		event.preventDefault();
+		main.current.focus();
+	};
+	return html`
+		<a class="skip" href="#main" onClick=${skip}>Skip to the view</a>
+		<${Header} tabs=${TABS} tab=${tab} ask_key=${() => set_dialog("key")} />
+		<main id="main" ref=${main} tabindex="-1" class="stage ${tab.id}">
+			<h1 class="sr-only">${tab.title}</h1>
+			<${Stage} key=${tab.id} tab=${tab} />
+		</main>
+		<${Drawer} />
+		<${Toasts} />
+		${dialog === "key" && html`<${KeyDialog} problem=${is === "refused" ? error.message : null} given=${given} close=${close} />`}
+		${dialog === "keys" && html`<${KeysDialog} tabs=${TABS} close=${close} />`}
+	`;
+}
+
+open_feed();
+render(html`<${App} />`, document.getElementById("app"));

@@ -1,0 +1,180 @@
+/** The tab Chat: a conversation with a model of this server. */
+
+import { follow, html, useEffect, useRef, useState } from "../dom.js";
+import { document_of, key } from "../shell/api.js";
+import { line, replay } from "../shell/feed.js";
+import { toast } from "../shell/toasts.js";
+import * as talk from "./conversation.js";
+import { read_images } from "./images.js";
+import { Message } from "./message.js";
+
+function useModels() {
+	follow(line);
+	const [models, set_models] = useState(null);
+	const is_live = line.value.state === "live";
+	useEffect(() => {
+		if (!is_live || replay.value) return;
+		const talks = (one) => one.meta.has_chat_template && !one.meta.pooling;
+		document_of("GET", "/v1/models").then(
+			(found) => set_models(found.data.filter(talks)),
+			(error) => toast("bad", error.message, error.code),
+		);
+	}, [is_live, key.get()]);
+	return models;
+}
+
+function Choice({ models }) {
+	follow(talk.options, talk.messages);
+	const { model, priority } = talk.options.value;
+	return html`<div class="choice">
+		<label>Model
+			<select value=${model || models[0]?.id} onChange=${(event) => talk.set_option("model", event.target.value)}>
+				${models.map((one) => html`<option key=${one.id} value=${one.id}>${one.id}</option>`)}
+			</select>
+		</label>
+		<fieldset class="switch">
+			<legend>Class</legend>
+			${["interactive", "background"].map(
+				(name) => html`<label key=${name}>
+					<input type="radio" name="priority" value=${name} checked=${priority === name} onChange=${() => talk.set_option("priority", name)} />${name}
+				</label>`,
+			)}
+		</fieldset>
+		<button class="plain" disabled=${!talk.messages.value.length} onClick=${talk.clear}>New conversation</button>
+	</div>`;
+}
+
+const field = (name, label, more) => html`<label>${label}
+	<input value=${talk.options.value[name]} ...${more} onInput=${(event) => talk.set_option(name, event.target.value)} />
+</label>`;
+
+function Options() {
+	follow(talk.options);
+	const { system, tools } = talk.options.value;
+	let problem = "";
+	try {
+		talk.tools_of(tools);
+	} catch (error) {
+		problem = `no JSON: ${error.message}`;
+	}
+	return html`<details class="options">
+		<summary>System message, tools, sampling</summary>
+		<label>System message
+			<textarea rows="2" value=${system} onInput=${(event) => talk.set_option("system", event.target.value)}></textarea>
+		</label>
+		<label>Tools: a list of functions with name, description and parameters, as JSON; they are shown when called, and not run
+			<textarea rows="3" spellcheck="false" value=${tools} aria-invalid=${Boolean(problem)}
+				onInput=${(event) => talk.set_option("tools", event.target.value)}></textarea>
+		</label>
+		${problem && html`<p class="failed">${problem}</p>`}
+		<div class="row">
+			${field("temperature", "Temperature", { type: "number", min: 0, max: 5, step: 0.1, placeholder: "the model's" })}
+			${field("max_tokens", "Tokens at most", { type: "number", min: 1, step: 1, placeholder: "the server's" })}
+		</div>
+	</details>`;
+}
+
+function Composer({ sees }) {
+	follow(talk.running, talk.messages);
+	const [text, set_text] = useState("");
+	const [images, set_images] = useState([]);
+	const input = useRef(null);
+	const running = talk.running.value;
+	const last = talk.messages.value.at(-1);
+	const add = async (files) => {
+		try {
+			set_images([...images, ...(await read_images(files, images.length))]);
+		} catch (error) {
+			toast("bad", error.message);
+		}
+	};
+	const send = (event) => {
+		event?.preventDefault();
+		if (running || !(text.trim() || images.length)) return;
+		talk.say(text, images);
+		set_text("");
+		set_images([]);
+		input.current.focus();
+	};
+	const edit = () => {
+		const said = talk.take_back();
+		set_text(said.content);
+		set_images(said.images ?? []);
+		input.current.focus();
+	};
+	const pressed = (event) => {
+		if (event.key === "Enter" && !event.shiftKey && !event.isComposing) send(event);
+		if (event.key === "Escape" && running) running.stop();
+	};
+	return html`<form class="composer" onSubmit=${send}>
+		${images.length > 0 &&
+		html`<ul class="images" aria-label="Images to send">
+			${images.map(
+				(url, index) => html`<li key=${index}>
+					<img src=${url} alt=${`Image ${index + 1}`} />
+					<button type="button" class="plain" aria-label=${`Leave image ${index + 1} out`} onClick=${() => set_images(images.filter((_, at) => at !== index))}>×</button>
+				</li>`,
+			)}
+		</ul>`}
+		<label class="sr-only" for="say">Message</label>
+		<textarea id="say" ref=${input} rows="3" placeholder="Say something. Enter sends, Shift+Enter begins a new line." value=${text}
+			onInput=${(event) => set_text(event.target.value)} onKeyDown=${pressed} onPaste=${(event) => add(event.clipboardData.files)}></textarea>
+		<div class="row">
+			${running
+				? html`<button type="button" class="danger" onClick=${running.stop}>Stop</button>`
+				: html`<button type="submit" disabled=${!(text.trim() || images.length)}>Send</button>`}
+			${!running &&
+			last &&
+			html`<button type="button" class="plain" onClick=${talk.again}>Write it again</button>
+				<button type="button" class="plain" onClick=${edit}>Change what I said</button>`}
+			${sees &&
+			html`<label class="file">Add images
+				<input type="file" accept="image/*" multiple onChange=${(event) => add(event.target.files).then(() => (event.target.value = ""))} />
+			</label>`}
+		</div>
+	</form>`;
+}
+
+/** Keep the end in sight for as long as the reader is there. */
+function useEndInSight(end, messages) {
+	const is_there = useRef(true);
+	useEffect(() => {
+		const seen = new IntersectionObserver(([one]) => (is_there.current = one.isIntersecting), { rootMargin: "0px 0px 160px 0px" });
+		seen.observe(end.current);
+		return () => seen.disconnect();
+	}, []);
+	useEffect(() => {
+		if (is_there.current) end.current.scrollIntoView({ block: "end" });
+	}, [messages]);
+}
+
+function Conversation() {
+	follow(talk.messages, talk.running);
+	const messages = talk.messages.value;
+	const end = useRef(null);
+	useEndInSight(end, messages);
+	const is_running = Boolean(talk.running.value);
+	return html`<div class="conversation" role="log" aria-label="Conversation" aria-live="off">
+		${messages.map((one, index) => {
+			const is_last = index === messages.length - 1;
+			return html`<${Message} key=${index} message=${one} is_last=${is_last} is_running=${is_last && is_running} />`;
+		})}
+		${messages.length === 0 && html`<p class="empty">Nothing was said yet. The conversation stays in this tab until you close it.</p>`}
+		<div ref=${end} class="end"></div>
+	</div>`;
+}
+
+export function View() {
+	follow(replay, talk.options);
+	const models = useModels();
+	useEffect(talk.forget_of_others, [key.get()]);
+	if (replay.value) return html`<p class="empty">This is a recording: there is nobody to talk to.</p>`;
+	if (!models) return html`<p class="empty">${line.value.state === "refused" ? line.value.error.message : "Loading"}</p>`;
+	if (!models.length) return html`<p class="empty">This server has no model that this key may talk to.</p>`;
+	const model = models.find((one) => one.id === talk.options.value.model) ?? models[0];
+	return html`<section class="chat" aria-label="Chat">
+		<${Choice} models=${models} /><${Options} />
+		<${Conversation} />
+		<${Composer} sees=${model.meta.pictures === "ready"} />
+	</section>`;
+}

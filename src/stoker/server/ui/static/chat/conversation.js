@@ -1,0 +1,129 @@
+/** The conversation of this tab: kept until the tab is closed, bounded, and what may be done with it. */
+
+import { signal } from "../dom.js";
+import { key } from "../shell/api.js";
+import { forTab } from "../shell/storage.js";
+import { asked, begun, followed, sent } from "./answer.js";
+
+export const MAX_MESSAGES = 200;
+export const MAX_STORED_CHARS = 1_500_000; // a browser keeps about five million
+const SHOWN_MS = 60;
+const stored = forTab("chat");
+const DEFAULTS = { model: "", priority: "interactive", system: "", tools: "", temperature: "", max_tokens: "" };
+
+function restored() {
+	try {
+		const found = JSON.parse(stored.get());
+		return { messages: found.messages ?? [], options: { ...DEFAULTS, ...found.options } };
+	} catch {
+		return { messages: [], options: DEFAULTS };
+	}
+}
+
+const before = restored();
+export const messages = signal(before.messages);
+export const options = signal(before.options);
+/** The request that writes now: {stop}; null: none. */
+export const running = signal(null);
+
+function keep() {
+	let kept = messages.value.slice(-MAX_MESSAGES);
+	const text = () => JSON.stringify({ messages: kept, options: options.value });
+	if (text().length > MAX_STORED_CHARS) kept = kept.map((one) => (one.images ? { ...one, images: [] } : one));
+	while (kept.length > 1 && text().length > MAX_STORED_CHARS) kept = kept.slice(Math.ceil(kept.length / 4));
+	stored.set(text());
+}
+
+export function set_option(name, value) {
+	options.value = { ...options.value, [name]: value };
+	keep();
+}
+
+export function clear() {
+	running.value?.stop();
+	messages.value = [];
+	keep();
+}
+
+/** The functions that the model may call; throws where the text is no list of them. */
+export function tools_of(text) {
+	if (!text.trim()) return [];
+	const found = JSON.parse(text);
+	const list = Array.isArray(found) ? found : [found];
+	return list.map((one) => (one.type ? one : { type: "function", function: one }));
+}
+
+function body_of(list) {
+	const chosen = options.value;
+	const head = chosen.system.trim() ? [{ role: "system", content: chosen.system }] : [];
+	const tools = tools_of(chosen.tools);
+	return {
+		messages: [...head, ...sent(list)],
+		model: chosen.model || "default",
+		priority: chosen.priority,
+		...(chosen.temperature === "" ? {} : { temperature: Number(chosen.temperature) }),
+		...(chosen.max_tokens === "" ? {} : { max_tokens: Number(chosen.max_tokens) }),
+		...(tools.length ? { tools } : {}),
+	};
+}
+
+/** Say something, and have it answered. */
+export const say = (content, images) => answered([...messages.value, { role: "user", content, images }]);
+
+/** Give the results of the calls of the last answer, and have it go on. */
+export function give_results(results) {
+	const calls = messages.value.at(-1).calls;
+	const given = calls.map((call, index) => ({ role: "tool", id: call.id, name: call.name, content: results[index] ?? "" }));
+	return answered([...messages.value, ...given]);
+}
+
+/** Have the last answer written again. */
+export function again() {
+	const list = messages.value;
+	const last = list.findLastIndex((one) => one.role !== "assistant");
+	return answered(list.slice(0, last + 1));
+}
+
+/** Take the last thing said back; its text. */
+export function take_back() {
+	const list = messages.value;
+	const last = list.findLastIndex((one) => one.role === "user");
+	const said = list[last];
+	messages.value = list.slice(0, last);
+	keep();
+	return said;
+}
+
+async function answered(list) {
+	if (running.value) return;
+		const leaving = new AbortController();
+	let answer = begun();
+	let timer = 0;
+	const show = () => {
+		timer = 0;
+		messages.value = [...list, answer];
+	};
+	running.value = { stop: () => leaving.abort() };
+	show();
+	try {
+		const seen = (chunk) => {
+			answer = followed(answer, chunk);
+			timer ||= setTimeout(show, SHOWN_MS);
+		};
+		await asked(body_of(list), seen, leaving.signal);
+		if (leaving.signal.aborted) answer = { ...answer, finish: "stopped" };
+	} catch (error) {
+		answer = { ...answer, error: { code: error.code ?? "page", message: error.message } };
+	}
+	clearTimeout(timer);
+	running.value = null;
+	messages.value = [...list, { ...answer, progress: null }].slice(-MAX_MESSAGES);
+	keep();
+}
+
+/** Whose conversation it is: another key begins another one. */
+let owner = key.get();
+export function forget_of_others() {
+	if (owner !== key.get()) clear();
+	owner = key.get();
+}

@@ -1,0 +1,88 @@
+/**
+ * The state of the page as signals: what the stream has told, when that was, and how the stream is.
+ *
+ * Time is the server's: the time of its newest document, and what has passed here since it came. Views are drawn from a
+ * published state a few times a second, however many documents come.
+ */
+
+import { signal } from "../dom.js";
+import { initialState, reduceAll } from "../state/store.js";
+import { connection } from "./connection.js";
+
+const PUBLISH_MS = 100;
+const PUBLISH_BEHIND_MS = 400; // while it catches up, drawing would take the time that reading needs
+const BEHIND_S = 5;
+const EVENTS = "/v1/runtime/events";
+
+export const state = signal(initialState());
+export const now = signal(0);
+/** {state, error, retryAt, heardAt}: as connection.js tells it; heardAt is performance.now() of the last bytes. */
+export const line = signal({ state: "connecting", error: null, retryAt: 0, heardAt: 0 });
+/** Of a recording that is played: {speed}, with Infinity for as fast as it goes; null: it is live. */
+export const replay = signal(null);
+
+let fresh = state.value;
+let clock = { at: 0, came: 0 };
+let heard_at = 0;
+let published_at = -Infinity;
+let timer = 0;
+let opened = null;
+
+function take(documents) {
+	fresh = reduceAll(fresh, documents);
+	for (const one of documents) if (one.event === "snapshot") replay.value = replay_of(one);
+	if (fresh.at > clock.at) clock = { at: fresh.at, came: performance.now() };
+	timer ||= setTimeout(publish, Math.max(0, published_at + PUBLISH_MS - performance.now()));
+}
+
+function replay_of(snapshot) {
+	const speed = snapshot.replay?.speed;
+	return speed === undefined ? null : { speed: speed === "max" ? Infinity : speed };
+}
+
+function publish() {
+	timer = 0;
+	const is_behind = fresh.at - state.value.at > BEHIND_S && state.value.at > 0;
+	const due = published_at + (is_behind ? PUBLISH_BEHIND_MS : PUBLISH_MS);
+	const wait = due - performance.now();
+	if (wait > 1) {
+		timer = setTimeout(publish, wait);
+		return;
+	}
+	state.value = fresh;
+	tick();
+	published_at = performance.now();
+}
+
+function tick() {
+	if (!clock.at) return;
+	const speed = replay.value?.speed ?? 1;
+	const is_still = line.value.state !== "live" || speed === Infinity;
+	const passed = is_still ? 0 : ((performance.now() - clock.came) / 1000) * speed;
+	now.value = Math.max(is_still ? clock.at : now.value, clock.at + passed);
+}
+
+/** Open the stream; it stays open until the page goes. */
+export function open_feed() {
+	opened = connection({
+		path: EVENTS,
+		take,
+		heard: () => (heard_at = performance.now()),
+		tell: (told) => (line.value = { error: null, retryAt: 0, ...told, heardAt: heard_at }),
+	});
+	setInterval(() => {
+		tick();
+		if (heard_at !== line.value.heardAt) line.value = { ...line.value, heardAt: heard_at };
+	}, 1000);
+	addEventListener("online", opened.hurry);
+	document.addEventListener("visibilitychange", () => document.hidden || opened.hurry());
+}
+
+/** Begin again with another key, and without what the former one was shown. */
+export function reopen_feed() {
+	fresh = initialState();
+	clock = { at: 0, came: 0 };
+	state.value = fresh;
+	now.value = 0;
+	opened?.again({ afresh: true });
+}

@@ -1,0 +1,215 @@
+/**
+ * The state of the page: what documents of `/v1/runtime/events` have told so far. Pure: time comes with the
+ * documents. Every collection is bounded (`limits.js`).
+ */
+
+import { Draft } from "./draft.js";
+import { MAX_ENGINE_MOVES, MAX_LANES, MAX_MODELS, MAX_NOTICES } from "./limits.js";
+import { requestMoved, requestsReplaced } from "./requests.js";
+import { tookFigures } from "./series.js";
+import { spaced } from "./words.js";
+
+/** The state before the first document. */
+export function initialState() {
+	return {
+		at: 0, // of the newest document, seconds since the epoch
+		version: "",
+		may: { administrate: false },
+		engine: { state: "unknown", reason: "", restarts: 0, label: "", since: 0 },
+		slots: new Map(), // "model/slot" -> {model, slot}
+		live: new Map(), // request_id -> row
+		ended: [], // rows, oldest first
+		members: [], // ended requests of calls: for the lanes only
+		num_ended: 0, // since the page was opened, with those the history has dropped
+		models: new Map(), // id -> model
+		memory: null,
+		cache: null,
+		heat: { level: "nominal" },
+		steps: new Map(), // model -> its last `steps`
+		exits: [],
+		engine_moves: [], // {at, state, reason}
+		notices: [], // {at, kind, level, text}
+		fine: [],
+		coarse: [],
+		num_documents: 0,
+		num_lost: 0, // events that this page read too slowly to get
+	};
+}
+
+/** The state after one more document. */
+export function reduce(state, doc) {
+	return reduceAll(state, [doc]);
+}
+
+/** The state after these documents; the same as one by one, with less copying. */
+export function reduceAll(state, documents) {
+	const draft = new Draft(state);
+	for (const doc of documents) {
+		const apply = APPLY[doc?.event];
+		draft.state.num_documents += 1;
+		if (doc?.at > draft.state.at) draft.state.at = doc.at;
+		if (apply) apply(draft, doc);
+	}
+	return draft.state;
+}
+
+const APPLY = Object.assign(Object.create(null), {
+	snapshot: tookSnapshot,
+	request: tookRequest,
+	steps: tookSteps,
+	memory: tookMemory,
+	cache: tookCache,
+	model: tookModel,
+	engine: tookEngine,
+	pressure: tookPressure,
+	rung: tookRung,
+	heat: tookHeat,
+});
+
+function tookSnapshot(draft, doc) {
+	const state = draft.state;
+	state.version = doc.version ?? state.version;
+	state.may = { administrate: Boolean(doc.may?.administrate) };
+	if (doc.dropped) {
+		state.num_lost += doc.dropped;
+		notice(draft, doc.at, "page", "warn", `${doc.dropped} events came faster than this page read them`);
+	}
+	draft.own("slots", new Map());
+	for (const slot of doc.slots ?? []) seeLane(draft, slot.model, slot.slot ?? slot.id);
+	draft.own("models", new Map((doc.models ?? []).slice(0, MAX_MODELS).map((each) => [idOf(each), each])));
+	draft.own("steps", new Map());
+	requestsReplaced(draft, doc);
+	draft.own("exits", (doc.exits ?? []).slice(-16));
+	if (doc.engine) engineIs(draft, doc.at - (doc.engine.for_s ?? 0), doc.engine);
+	if (doc.heat) tookHeat(draft, { at: doc.at, ...(typeof doc.heat === "string" ? { level: doc.heat } : doc.heat) });
+	if (doc.memory) tookMemory(draft, { at: doc.at, ...doc.memory });
+	if (doc.cache) tookCache(draft, { at: doc.at, ...doc.cache });
+	for (const each of doc.steps ?? []) draft.map("steps").set(each.model, { ...each, at: each.at ?? doc.at });
+}
+
+function tookRequest(draft, doc) {
+	requestMoved(draft, doc);
+	const row = draft.state.live.get(doc.request_id);
+	if (doc.move?.slot != null) seeLane(draft, row?.model ?? doc.model, doc.move.slot);
+}
+
+function seeLane(draft, model, slot) {
+	if (model == null || slot == null) return;
+	const key = `${model}/${slot}`;
+	if (draft.state.slots.has(key) || draft.state.slots.size >= MAX_LANES) return;
+	draft.map("slots").set(key, { model, slot });
+}
+
+function tookSteps(draft, doc) {
+	draft.map("steps").set(doc.model, doc);
+	if (draft.state.steps.size > MAX_MODELS) draft.map("steps").delete(draft.state.steps.keys().next().value);
+	const total_ms = (doc.step_ms ?? 0) * (doc.num_steps ?? 0);
+	const { tokens, prompt_tokens, num_steps, longest_ms, target_ms = null } = doc;
+	const sums = { tokens, prompt_tokens, num_steps, steps_ms: total_ms };
+	tookFigures(draft, doc.at, { sums, peaks: { longest_ms }, gauges: { target_ms } });
+}
+
+const NOTHING = { lines: {}, devices: [], rungs: [] };
+
+function tookMemory(draft, doc) {
+	draft.state.memory = { ...NOTHING, ...doc };
+	const fullest = doc.limit ? doc.footprint / doc.limit : null;
+	const gauges = { pressure: doc.pressure_fraction ?? fullest, footprint: doc.footprint, available: doc.available };
+	tookFigures(draft, doc.at, { gauges });
+}
+
+function tookCache(draft, doc) {
+	const before = draft.state.cache;
+	draft.state.cache = doc.prefixes ? doc : { ...doc, prefixes: [] };
+	const sums = {};
+	if (before && doc.queries_total >= before.queries_total) {
+		sums.queries = doc.queries_total - before.queries_total;
+		sums.hits = Math.max(0, doc.hits_total - before.hits_total);
+	}
+	const gauges = {
+		hit_rate: doc.hit_rate ?? null,
+		ram_bytes: doc.ram?.bytes ?? null,
+		disk_bytes: doc.disk?.bytes ?? null,
+	};
+	tookFigures(draft, doc.at, { sums, gauges });
+}
+
+const TOLD_OF_MODELS = { ready: "good", failed: "bad", absent: "", suspended: "" };
+
+function tookModel(draft, doc) {
+	const { event, at, id, ...fields } = doc;
+	const name = fields.model;
+	const before = draft.state.models.get(name);
+	const models = draft.map("models");
+	const cleared = { stage: "", reason: "", error: null, fraction: 0 };
+	models.set(name, { ...before, ...cleared, ...fields, id: name });
+	if (models.size > MAX_MODELS) models.delete(models.keys().next().value);
+	for (let slot = 0; doc.state === "ready" && slot < (doc.num_slots ?? 0); slot += 1) seeLane(draft, name, slot);
+	if (before?.state !== doc.state && doc.state in TOLD_OF_MODELS) {
+		const why = doc.error?.message ?? doc.reason;
+		notice(draft, at, "model", TOLD_OF_MODELS[doc.state], `${name}: ${doc.state}${why ? `, ${why}` : ""}`);
+	}
+}
+
+function idOf(model) {
+	return model.model ?? model.id;
+}
+
+function tookEngine(draft, doc) {
+	const before = draft.state.engine;
+	const is_exit = doc.state === "restarting" && before.state !== "restarting";
+	if (is_exit) engineEnded(draft, doc);
+	engineIs(draft, doc.at, { ...before, restarts: (before.restarts ?? 0) + (is_exit ? 1 : 0), ...doc });
+	const is_bad = ["restarting", "failing", "failed"].includes(doc.state);
+	if (before.state !== doc.state) {
+		const text = `engine ${doc.state}${doc.reason ? `: ${doc.reason}` : ""}`;
+		notice(draft, doc.at, "engine", is_bad ? "bad" : doc.state === "serving" ? "good" : "", text);
+	}
+}
+
+/** The snapshot tells more of an end; until there is one, this is what the page saw of it. */
+function engineEnded(draft, doc) {
+	const { since, pid } = draft.state.engine;
+	const seen = { pid, served_s: since ? doc.at - since : null, num_survived: draft.state.live.size, num_failed: 0 };
+	draft.append("exits", { at: doc.at, reason: doc.reason ?? "", next_start_s: null, ...seen }, 16);
+}
+
+function engineIs(draft, since, { event, at, id, for_s, ...fields }) {
+	const before = draft.state.engine;
+	const has_moved = before.state !== fields.state;
+	draft.state.engine = { ...fields, since: has_moved ? since : before.since };
+	if (has_moved) draft.append("engine_moves", { at: since, state: fields.state, reason: fields.reason ?? "" }, MAX_ENGINE_MOVES);
+}
+
+function tookPressure(draft, doc) {
+	const memory = draft.state.memory ?? NOTHING;
+	if (memory.pressure !== doc.level) {
+		const level = { critical: "bad", warning: "warn" }[doc.level] ?? "good";
+		notice(draft, doc.at, "pressure", level, `memory pressure ${doc.level}${doc.source ? ` (${doc.source})` : ""}`);
+	}
+	const moved = { pressure: doc.level, pressure_fraction: doc.fraction, pressure_source: doc.source };
+	draft.state.memory = { ...memory, ...moved };
+	tookFigures(draft, doc.at, { gauges: { pressure: doc.fraction } });
+}
+
+function tookRung(draft, doc) {
+	const memory = draft.state.memory ?? NOTHING;
+	const others = memory.rungs.filter((each) => each !== doc.rung);
+	draft.state.memory = { ...memory, rungs: doc.is_undone ? others : [...others, doc.rung] };
+	const [level, told] = doc.is_undone ? ["good", "allowed again"] : ["warn", "given up"];
+	notice(draft, doc.at, "rung", level, `${told}: ${spaced(doc.rung)}`);
+}
+
+function tookHeat(draft, doc) {
+	const { event, at, id, ...heat } = doc;
+	if (draft.state.heat.level !== heat.level) {
+		const level = { critical: "bad", serious: "warn" }[heat.level] ?? "";
+		notice(draft, at, "heat", level, `heat ${heat.level}${heat.sensor ? ` (${heat.sensor})` : ""}`);
+	}
+	draft.state.heat = heat;
+	if (heat.celsius != null) tookFigures(draft, at, { gauges: { celsius: heat.celsius } });
+}
+
+function notice(draft, at, kind, level, text) {
+	draft.append("notices", { at, kind, level, text }, MAX_NOTICES);
+}

@@ -1,0 +1,181 @@
+/**
+ * The lanes: what each slot did in the last minutes. A bar is a stay of one request; below its lane, as on a siding,
+ * stands who waits for the slot or has given it away.
+ */
+
+import { Fragment, html, useMemo, useRef, useState } from "../dom.js";
+import { lanesOf } from "../state/lanes.js";
+import { briefly, clockTime, duration, plural, stateWords } from "../state/words.js";
+import { layOut } from "./lane_layout.js";
+import { ClassBadge, RequestLink, StateMark, Table, useWidth } from "./parts.js";
+
+const MIN_BAR_PX = 3;
+const LABEL_FROM_PX = 44;
+const KINDS = ["queued", "prefix_wait", "prefill", "decode", "replayed", "parked", "paused", "held"];
+const KEYS = { ArrowLeft: [-1, 0], ArrowRight: [1, 0], ArrowUp: [0, -1], ArrowDown: [0, 1], Home: [-1e6, 0], End: [1e6, 0] };
+
+export function Lanes({ state, now, open, span_s, as_table }) {
+	const [box, width] = useWidth(960);
+	const [focused, setFocused] = useState(null);
+	const tick = Math.floor(now * 4); // four pictures a second, however often the state changes
+	const found = useMemo(() => lanesOf(state, now, { span_s, min_s: (span_s / width) * MIN_BAR_PX }), [tick, width, span_s, state.num_documents === 0]);
+	const laid = useMemo(() => layOut(found, width), [found]);
+	const area = useRef(null);
+	const current = laid.bars.some((place) => keyOf(place.bar) === focused) ? focused : laid.bars.length ? keyOf(laid.bars.at(-1).bar) : null;
+	const move = (event) => {
+		const step = KEYS[event.key];
+		const next = step && neighbour(laid.bars, current, step);
+		if (!next) return;
+		event.preventDefault();
+		setFocused(keyOf(next.bar));
+		requestAnimationFrame(() => area.current?.querySelector('[tabindex="0"]')?.focus());
+	};
+	return html`<div class="lanes">
+		<div class="lane-names" aria-hidden="true">${names(laid)}</div>
+		<div class="tracks" ref=${box}>
+			${!as_table &&
+			html`<div class="canvas" ref=${area} role="group" aria-label="Slots over the last minutes; arrow keys move between bars" style=${{ height: `${laid.height}px` }} onKeyDown=${move}>
+				<${Backdrop} laid=${laid} width=${width} />
+				${laid.waits.map((place) => html`<${Wait} key=${`${keyOf(place.wait)}w`} place=${place} open=${open} />`)}
+				<${Links} laid=${laid} width=${width} />
+				${laid.bars.map((place) => html`<${Bar} key=${keyOf(place.bar)} place=${place} open=${open} is_current=${keyOf(place.bar) === current} />`)}
+			</div>`}
+			${as_table && html`<${LaneTable} found=${found} open=${open} />`}
+		</div>
+	</div>`;
+}
+
+function keyOf(part) {
+	return `${part.id}/${part.index}/${part.segments[0].from}/${part.row.model}`;
+}
+
+/** The bar to go to from the current one: beside it in its lane, or at the same time in another. */
+function neighbour(bars, current, [across, down]) {
+	const here = bars.find((place) => keyOf(place.bar) === current);
+	if (!here) return null;
+	if (across) {
+		const lane = bars.filter((place) => place.lane === here.lane);
+		const number = Math.min(lane.length - 1, Math.max(0, lane.indexOf(here) + across));
+		return lane[number];
+	}
+	const rows = [...new Set(bars.map((place) => place.y))].sort((one, other) => one - other);
+	const y = rows[rows.indexOf(here.y) + down];
+	const middle = here.x + here.width / 2;
+	const apart = (place) => Math.abs(place.x + place.width / 2 - middle);
+	return bars.filter((place) => place.y === y).sort((one, other) => apart(one) - apart(other))[0] ?? null;
+}
+
+function names(laid) {
+	return html`<${Fragment}>
+		${laid.heads.map((head) => html`<b class="model-name" style=${{ top: `${head.y}px` }}>${head.model}</b>`)}
+		${laid.lanes.map(
+			(lane) => html`<span class=${`lane-name ${lane.is_line ? "line" : ""}`} style=${{ top: `${lane.y}px`, height: `${lane.height}px` }}>
+				${lane.is_line ? "line" : html`<span class="word">slot </span>${lane.label.slice(5)}`}
+			</span>`,
+		)}
+	<//>`;
+}
+
+function Backdrop({ laid, width }) {
+	return html`<div class="backdrop" aria-hidden="true">
+		${laid.lanes.filter((lane) => !lane.is_line).map((lane) => html`<i class="track" style=${{ top: `${lane.y}px`, height: `${lane.height}px` }}></i>`)}
+		${laid.lanes.filter((lane) => lane.num_hidden).map((lane) => html`<span class="more" style=${{ top: `${lane.y + (lane.is_line ? 0 : lane.height)}px` }}>+${lane.num_hidden}</span>`)}
+		${laid.ticks.map((tick) => html`<i class="tick" style=${{ left: `${tick.x}px` }}><span class=${tick.x < 24 ? "first" : tick.x > width - 16 ? "last" : ""}>${tick.ago ? `−${ago(tick.ago)}` : "now"}</span></i>`)}
+		${laid.outages.map((each) => html`<i class="outage" title=${each.reason || each.state} style=${{ left: `${each.x}px`, width: `${each.width}px` }}>${each.width > 70 && html`<span>${each.state}</span>`}</i>`)}
+	</div>`;
+}
+
+function ago(seconds) {
+	return seconds < 60 ? `${seconds} s` : `${Math.floor(seconds / 60)}:${String(seconds % 60).padStart(2, "0")}`;
+}
+
+function Bar({ place, open, is_current }) {
+	const { bar, x, y, width, height } = place;
+	const style = { left: `${x}px`, top: `${y}px`, width: `${width}px`, height: `${height}px` };
+	const tab = is_current ? 0 : -1;
+	if (bar.num > 1) {
+		const text = `${plural(bar.num, "request")}, ${duration(bar.to - bar.from)} together`;
+		return html`<button type="button" class="bar cluster" tabindex=${tab} style=${style} title=${text} aria-label=${text} onClick=${() => open(bar.id)}></button>`;
+	}
+	const text = barWords(place);
+	const name = `bar ${bar.row.priority === "background" ? "background" : "interactive"} ${bar.is_open ? "open" : ""}`;
+	return html`<button type="button" class=${name} tabindex=${tab} style=${style} title=${text} aria-label=${text} onClick=${() => open(bar.id)}>
+		${bar.segments.map((each) => html`<i class=${`segment ${each.kind}`} style=${inside(each, bar)}></i>`)}
+		${width >= LABEL_FROM_PX && html`<span class="name">${briefly(bar.id)}${bar.index ? ` ·${bar.index + 1}` : ""}</span>`}
+	</button>`;
+}
+
+function inside(segment, part) {
+	const whole = part.to - part.from || 1;
+	return { left: `${((segment.from - part.from) / whole) * 100}%`, width: `${((segment.to - segment.from) / whole) * 100}%` };
+}
+
+function barWords({ bar, lane }) {
+	return `${briefly(bar.id)}, ${bar.row.priority}, ${lane.replace("/", " slot ")}: ${segmentWords(bar)}${bar.is_open ? ", still there" : ""}`;
+}
+
+function segmentWords(bar) {
+	return bar.segments.map((each) => `${stateWords(each.kind)} ${duration(each.to - each.from)}`).join(", ");
+}
+
+function Wait({ place, open }) {
+	const { wait, x, y, width, height } = place;
+	const style = { left: `${x}px`, top: `${y}px`, width: `${width}px`, height: `${height}px` };
+	const last = wait.segments.at(-1);
+	const text = `${briefly(wait.id)} ${stateWords(last.kind)} ${duration(wait.to - wait.from)}${last.reason ? `: ${briefly(last.reason)}` : ""}`;
+	const name = `wait ${wait.row.priority === "background" ? "background" : "interactive"}`;
+	return html`<div class=${name} style=${style} title=${text} onClick=${() => open(wait.id)}>
+		${wait.segments.map((each) => html`<i class=${`segment ${each.kind}`} style=${inside(each, wait)}></i>`)}
+	</div>`;
+}
+
+function Links({ laid, width }) {
+	return html`<svg class="links" aria-hidden="true" width=${width} height=${laid.height} viewBox=${`0 0 ${width} ${laid.height}`}>
+		${laid.links.map((link) => (link.kind === "handover" ? handover(link) : siding(link)))}
+	</svg>`;
+}
+
+function siding({ kind, x, from, to, background }) {
+	const name = background ? "background" : "interactive";
+	const end = Math.sign(to - from);
+	const head = kind === "in" ? `M${x - 3} ${to - end * 4} L${x} ${to} L${x + 3} ${to - end * 4}` : "";
+	return html`<path class=${name} d=${`M${x} ${from} V${to} ${head}`} />`;
+}
+
+/** An arc over the lane, or a line to another one, from who gave its slot to who got it. */
+function handover({ x, to_x, from, to }) {
+	const end = Math.max(to_x, x) + 7;
+	if (from === to) {
+		const top = from - 1;
+		return html`<g class="handover"><path d=${`M${x - 7} ${top} C${x - 5} ${top - 8} ${end - 4} ${top - 8} ${end} ${top}`} /><path class="tip" d=${`M${end - 5} ${top - 4} L${end + 0.5} ${top + 0.5} L${end + 1} ${top - 6} Z`} /></g>`;
+	}
+	const start = to > from ? from + 24 : from;
+	const stop = to > from ? to : to + 24;
+	return html`<g class="handover"><path d=${`M${x} ${start} C${x} ${(start + stop) / 2} ${end} ${(start + stop) / 2} ${end} ${stop}`} /></g>`;
+}
+
+/** The same as a table, for those who do not see it or want the figures. */
+function LaneTable({ found, open }) {
+	const bars = found.models.flatMap((model) => model.lanes.flatMap((lane) => lane.bars.map((bar) => ({ bar, lane }))));
+	const shown = bars.sort((one, other) => other.bar.from - one.bar.from).slice(0, 200);
+	if (!shown.length) return html`<p class="empty">Nothing has run in the last minutes.</p>`;
+	const columns = [
+		["Slot", "", ({ lane }) => lane.key.replace("/", " ")],
+		["Request", "", ({ bar }) => html`<${RequestLink} id=${bar.id} open=${open} />${bar.num > 1 && ` and ${bar.num - 1} more`}`],
+		["Class", "", ({ bar }) => html`<${ClassBadge} priority=${bar.row.priority} />`],
+		["From", "", ({ bar }) => clockTime(bar.from)],
+		["For", "n", ({ bar }) => duration(bar.to - bar.from)],
+		["What", "", ({ bar }) => segmentWords(bar)],
+	];
+	return html`<${Table} label="Slots as a table" columns=${columns} rows=${shown} keyOf=${({ bar }) => keyOf(bar)} />`;
+}
+
+/** What the patterns mean. */
+export function LaneLegend() {
+	return html`<ul class="lane-legend" aria-label="What the bars mean">
+		<li><${ClassBadge} priority="interactive" /></li>
+		<li><${ClassBadge} priority="background" /></li>
+		${KINDS.map((kind) => html`<li key=${kind}><${StateMark} kind=${kind} /></li>`)}
+		<li><svg width="20" height="10" aria-hidden="true" class="links"><g class="handover"><path d="M2 9 C4 1 12 1 16 9" /><path class="tip" d="M11 5 L16.5 9.5 L17 3 Z" /></g></svg> gives its slot</li>
+	</ul>`;
+}

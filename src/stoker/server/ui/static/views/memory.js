@@ -1,0 +1,113 @@
+/** Memory: who holds how much of what there is, how short it is, and what has been given up for that. */
+
+import { html } from "../dom.js";
+import { ledgerOf } from "../state/selectors.js";
+import { bytes, clockTime, percent, spaced } from "../state/words.js";
+import { Chart, useSpan } from "./chart.js";
+import { Models } from "./models.js";
+import { Level, Notices, Section } from "./parts.js";
+
+const LEVELS = { normal: "good", warning: "warn", critical: "bad" };
+const NEAR = 0.25; // marks of a ledger so near to each other share their words
+const RUNG_WORDS = {
+	trim_allocator: "freed memory goes back to the system",
+	drop_snapshots: "stored prefixes go, those on disk first",
+	drop_idle_cells: "nothing is kept in cells for later",
+	lower_limits: "newcomers find half the slots and cells",
+	pause_background: "background stands still",
+	unload_idle: "models that nobody uses are unloaded",
+	park_interactive: "models leave; what ran on them waits",
+};
+const PRESSURE = [{ label: "pressure", colour: "--accent", of: (bucket) => bucket.pressure, fill: true }];
+const FOOTPRINT = [
+	{ label: "held", colour: "--line-1", of: (bucket) => bucket.footprint, fill: true },
+	{ label: "available", colour: "--line-3", dash: "dashed", of: (bucket) => bucket.available },
+];
+
+export function View(props) {
+	const { state, now } = props;
+	const memory = state.memory;
+	const [span, spans] = useSpan();
+	if (!memory?.limit) return html`<div class="view"><p class="empty">Memory has not been measured yet.</p></div>`;
+	const lead = html`<${Level} level=${LEVELS[memory.pressure]}>pressure ${memory.pressure ?? "unknown"}<//>
+		<span class="muted">${percent(memory.pressure_fraction)} by ${memory.pressure_source || "footprint"}${memory.tier ? `, tier ${spaced(memory.tier)}` : ""}</span>`;
+	return html`<div class="view memory">
+		<${Section} title="Where it is" aside=${lead}>
+			<${Ledger} title="This machine" held=${memory.footprint} lines=${memory.lines} marks=${[["limit", memory.limit], ["physical", memory.physical]]} note=${`${bytes(memory.available)} can still be used`} />
+			${memory.devices.map((device) => html`<${Device} key=${device.id} device=${device} />`)}
+		<//>
+		<${Section} title="Over time" aside=${spans}>
+			<div class="charts">
+				<${Chart} title="Pressure" state=${state} now=${now} span=${span} lines=${PRESSURE} words=${percent} marks=${marksOf(memory)} top=${1} />
+				<${Chart} title="Held and available" state=${state} now=${now} span=${span} lines=${FOOTPRINT} words=${bytes} base=${1024} marks=${[{ at: memory.limit, label: "limit", colour: "--bad" }]} />
+			</div>
+		<//>
+		<div class="columns">
+			<${Section} title="Given up"><${Ladder} memory=${memory} /><//>
+			<${Section} title="What happened"><${Notices} notices=${state.notices} kinds=${["pressure", "rung", "model"]} clock=${clockTime} empty="Nothing since the page was opened." /><//>
+		</div>
+		<${Section} title="Models"><${Models} ...${props} /><//>
+	</div>`;
+}
+
+function Device({ device }) {
+	const notes = [
+		device.free != null && `${bytes(device.free)} free`,
+		device.celsius != null && `${Math.round(device.celsius)} °C`,
+		device.power_w != null && `${Math.round(device.power_w)} W`,
+		device.held_by && `leased by ${device.held_by}`,
+	];
+	if (!device.total) return null; // it uses the machine's
+	const others = device.others ?? 0;
+	return html`<${Ledger} title=${`${device.id}, ${device.name}`} held=${device.own ?? 0} others=${others} lines=${device.lines} marks=${[["total", device.total]]} note=${notes.filter(Boolean).join(", ")} />`;
+}
+
+/** Lines of the ledger as one stacked bar, against the limits that hold for it. */
+function Ledger({ title, held, others = 0, lines, marks, note }) {
+	const parts = ledgerOf(lines, held);
+	if (others > 0) parts.push({ name: "other programs", place: null, size: others });
+	const known = marks.filter(([, at]) => at > 0);
+	const words = known.map(([name, at]) => `${name} ${bytes(at)}`);
+	const whole = Math.max(...known.map(([, at]) => at), parts.reduce((sum, each) => sum + each.size, 0)) || 1;
+	const colour = ({ place }) => `var(--line-${place === null ? 7 : (place % 6) + 1})`;
+	const told = parts.map((each) => `${spaced(each.name)} ${bytes(each.size)}`).join(", ");
+	return html`<div class="ledger">
+		<h3>${title} <span class="muted">${bytes(held)}${known[0] ? ` of ${bytes(known[0][1])}` : ""}${note ? `; ${note}` : ""}</span></h3>
+		<div class="ledger-bar" role="img" aria-label=${`${title}: ${told}; ${words.join(", ")}`}>
+			<div class="ledger-parts">${parts.map((each) => html`<i title=${`${spaced(each.name)} ${bytes(each.size)}`} style=${{ width: `${(each.size / whole) * 100}%`, background: colour(each) }}></i>`)}</div>
+			${known.map(([, at], number) => {
+				const next = known[number + 1]?.[1] ?? Infinity;
+				const is_near = Math.abs(next - at) < whole * NEAR; // both are told at the next one
+				const before = number && Math.abs(at - known[number - 1][1]) < whole * NEAR ? words[number - 1] : null;
+				const told = [before, words[number]].filter(Boolean).join(", ");
+				return html`<span class=${`ledger-mark ${at / whole > 0.8 ? "far" : ""}`} style=${{ left: `${(at / whole) * 100}%` }}>${!is_near && html`<b>${told}</b>`}</span>`;
+			})}
+		</div>
+		<ul class="ledger-lines">${parts.map((each) => html`<li><i style=${{ background: colour(each) }}></i>${spaced(each.name)} <b>${bytes(each.size)}</b></li>`)}</ul>
+	</div>`;
+}
+
+/** Where pressure becomes a warning and critical, of the source that counts now. */
+function marksOf(memory) {
+	const thresholds = memory.thresholds ?? {};
+	const of = (level, otherwise) => {
+		const source = memory.pressure_source || "footprint";
+		const found = thresholds[`${source}_${level}`] ?? thresholds[`fraction_${level}`];
+		return found > 0 && found <= 1 ? found : (thresholds[`fraction_${level}`] ?? otherwise);
+	};
+	return [
+		{ at: of("warning", 0.7), label: "warning", colour: "--warn" },
+		{ at: of("critical", 0.85), label: "critical", colour: "--bad" },
+	];
+}
+
+function Ladder({ memory }) {
+	const rungs = memory.ladder?.length ? memory.ladder : memory.rungs;
+	if (!rungs.length) return html`<p class="empty">Nothing is given up.</p>`;
+	return html`<ol class="ladder" reversed>
+		${rungs.toReversed().map((rung) => {
+			const is_taken = memory.rungs.includes(rung);
+			return html`<li key=${rung} class=${is_taken ? "taken" : ""}><b>${is_taken ? "given up" : "–"}</b><span>${spaced(rung)}</span><small>${RUNG_WORDS[rung] ?? ""}</small></li>`;
+		})}
+	</ol>`;
+}

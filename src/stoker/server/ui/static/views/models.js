@@ -1,0 +1,64 @@
+/** The served models: where each is in its life, what it takes, and what can be done about that. */
+
+import { html, useState } from "../dom.js";
+import { bytes, count, duration, percent, spaced } from "../state/words.js";
+import { ActButton, Level, Meter, Table } from "./parts.js";
+
+const LEVELS = { ready: "good", failed: "bad", loading: "warn", downloading: "warn", unloading: "warn" };
+const IN_MEMORY = new Set(["ready", "loading"]);
+const ON_ITS_WAY = new Set(["loading", "downloading", "unloading"]);
+
+export function Models({ state, actions, may }) {
+	const models = [...state.models.values()];
+	const used = new Map(); // by live requests: events do not tell of leases
+	for (const row of state.live.values()) if (!row.num_members && row.kind !== "load") used.set(row.model, (used.get(row.model) ?? 0) + 1);
+	if (!models.length) return html`<p class="empty">No model is served.</p>`;
+	const columns = [
+		["Model", "", (model) => html`<b>${nameOf(model)}</b>${model.label && html` <small class="wide">${model.label}</small>`}`],
+		["State", "", (model) => html`<${State} model=${model} />`],
+		["Takes", "n", (model) => bytes(sizeOf(model) || null)],
+		["Requests", "n wide", (model) => count(used.get(nameOf(model)) ?? 0)],
+		["Stays", "", stay],
+		may.administrate && [html`<span class="sr-only">Actions</span>`, "buttons", (model) => html`<${Acts} model=${model} is_used=${used.has(nameOf(model))} name=${nameOf(model)} actions=${actions} />`],
+	];
+	return html`<div class="models"><${Table} label="Models" columns=${columns} rows=${models} keyOf=${nameOf} /></div>`;
+}
+
+function nameOf(model) {
+	return model.model ?? model.id;
+}
+
+function sizeOf(model) {
+	return Object.entries(model.bytes ?? {}).reduce((sum, [line, size]) => (line === "disk" ? sum : sum + size), 0);
+}
+
+function State({ model }) {
+	const stage = ON_ITS_WAY.has(model.state) && model.stage && `${spaced(model.stage)} ${percent(model.fraction)}`;
+	const notes = [stage, model.error?.message || model.reason, model.degraded?.join("; ")].filter(Boolean);
+	return html`<${Level} level=${LEVELS[model.state]}>${model.state}<//>
+		${notes.map((note) => html` <small>${note}</small>`)}
+		${stage && html` <${Meter} fraction=${model.fraction} label=${`${nameOf(model)}: ${stage}`} />`}`;
+}
+
+function stay(model) {
+	if (!IN_MEMORY.has(model.state)) return "";
+	if (model.is_pinned) return "pinned";
+	return model.unload_in_s == null ? "while it is used" : `${duration(model.unload_in_s)} more`;
+}
+
+/** Unloading a model that is in use parks what runs on it, so that is asked once more. */
+function Acts({ model, is_used, name, actions }) {
+	const [is_sure, setSure] = useState(false);
+	const [pinned, setPinned] = useState(null); // events do not tell of it
+	const is_pinned = pinned ?? model.is_pinned;
+	const pin = () => actions.pin(name, !is_pinned).then(() => setPinned(!is_pinned));
+	const is_here = IN_MEMORY.has(model.state);
+	const is_asked = is_sure && is_used;
+	const unload = () => actions.unload(name).finally(() => setSure(false));
+	const ask = () => Promise.resolve(setSure(true));
+	return html`
+		${is_here && html`<${ActButton} act=${pin} title="A pinned model is never unloaded to make room">${is_pinned ? "Unpin" : "Pin"}<//>`}
+		${is_here && html`<${ActButton} danger=${is_asked} act=${is_used && !is_sure ? ask : unload}>${is_asked ? "Unload, although in use" : "Unload"}<//>`}
+		${!is_here && html`<${ActButton} disabled=${ON_ITS_WAY.has(model.state)} act=${() => actions.load(name)}>Load<//>`}
+	`;
+}

@@ -1,0 +1,236 @@
+"""The page at a server that works: what is seen of it, and what is done to it from there."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import signal
+from itertools import chain
+
+import psutil
+import pytest
+from axe_playwright_python.async_playwright import Axe
+from playwright.async_api import expect
+from simulated_events import SimulatedMachine
+from test_state import BUSY
+
+SLOW = "eog_period=0,step_delay_s=0.02"
+TABS = ("now", "history", "memory", "cache", "machine", "chat")
+GRAVE = {"serious", "critical"}
+PHONE = {"width": 390, "height": 844}
+
+
+def brief(request_id):
+    """An id as bars show it."""
+    return request_id.partition("-")[2][:6]
+
+
+def bars(page, request_id):
+    """The bars of a request."""
+    return page.locator(f".canvas button.bar[aria-label^='{brief(request_id)},']")
+
+
+def story(page, request_id):
+    """The story of a request, over the tab."""
+    return page.get_by_role("dialog", name=f"Request {request_id}")
+
+
+async def test_a_job_gives_its_slot_to_somebody_and_goes_on(open_page, serve):
+    """U11: in the only slot; both are seen while it happens, and the story tells it in words."""
+    async with serve("-m", f"fake:id=one,{SLOW}", "--slots", "1") as server:
+        page = await open_page(server.url)
+        job, done = await server.begin(priority="background", max_tokens=80)
+        await expect(bars(page, job)).to_have_count(1)
+        await server.until(lambda status: status["requests"][0]["state"] == "decode")
+        you, answered = await server.begin(max_tokens=40)
+        await expect(bars(page, you)).to_have_count(1)
+        answers = [answer.json() for answer in await asyncio.gather(done, answered)]
+        assert [answer["usage"]["completion_tokens"] for answer in answers] == [80, 40]
+        await expect(bars(page, job)).to_have_count(2)
+        await bars(page, job).first.click()
+        told = story(page, job)
+        await expect(told).to_contain_text(f"gave its slot to {brief(you)} (interactive)")
+        await page.keyboard.press("Escape")
+        await expect(told).to_have_count(0)
+
+
+async def test_an_engine_that_is_killed_is_seen_to_come_back(open_page, serve):
+    """U11: under two streams, which go on from what they had."""
+    async with serve("-m", f"fake:id=one,{SLOW}", "--slots", "2") as server:
+        page = await open_page(server.url)
+        texts = [await server.begin(max_tokens=120) for _ in range(2)]
+        status = await server.until(
+            lambda status: [one["state"] for one in status["requests"]] == ["decode", "decode"]
+        )
+        for name, _ in texts:
+            await expect(bars(page, name)).to_have_count(1)
+        psutil.Process(status["engine"]["pid"]).send_signal(signal.SIGKILL)
+        answers = [(await task).json() for _, task in texts]
+        assert [answer["usage"]["completion_tokens"] for answer in answers] == [120, 120]
+        await expect(page.locator(".outage")).to_have_count(1)
+        for name, _ in texts:
+            await expect(bars(page, name)).to_have_count(2)
+        await bars(page, texts[0][0]).last.click()
+        await expect(story(page, texts[0][0])).to_contain_text("restart")
+
+
+async def test_requests_are_paused_resumed_and_cancelled_from_the_page(open_page, serve):
+    """U3: as far as the key may; the server does it and the page shows that it did."""
+    async with serve("-m", f"fake:id=one,{SLOW}") as server:
+        page = await open_page(server.url)
+        name, text = await server.begin(max_tokens=10_000)
+        await bars(page, name).first.click()
+        told = story(page, name)
+        await told.get_by_role("button", name="Pause").click()
+        await server.until(lambda status: status["requests"][0]["state"] == "paused")
+        await told.get_by_role("button", name="Resume").click()
+        await server.until(lambda status: status["requests"][0]["state"] == "decode")
+        await told.get_by_role("button", name="Cancel").click()
+        await text
+        await expect(told.get_by_role("button", name="Cancel")).to_have_count(0)
+        status = await server.until(lambda status: not status["requests"])
+        assert status["recent"][-1]["finish_reason"] == "cancelled"
+
+
+async def test_models_are_loaded_pinned_and_unloaded_from_the_page(open_page, serve):
+    """U3: each by the route that programs use."""
+    async with serve("-m", "fake:id=one", "-m", "fake:id=two") as server:
+        page = await open_page(server.url, "#/memory")
+
+        def state_of(name, wanted):
+            return lambda status: (
+                wanted in [model["state"] for model in status["models"] if model["id"] == name]
+            )
+
+        row = page.locator(".models tr", has_text="one")
+        await row.get_by_role("button", name="Unload").click()
+        await server.until(state_of("one", "absent"))
+        await row.get_by_role("button", name="Load").click()
+        await server.until(state_of("one", "ready"))
+        await row.get_by_role("button", name="Pin").click()
+        await server.until(lambda status: any(m["pinned"] for m in status["models"] if m["id"] == "one"))
+
+
+async def test_who_may_not_steer_is_offered_nothing(open_page, serve, tmp_path):
+    """U3: the buttons are gone, and the API refuses the same."""
+    keys, admins = tmp_path / "keys", tmp_path / "admins"
+    keys.write_text("key-user\n", encoding="utf-8")
+    admins.write_text("key-admin\n", encoding="utf-8")
+    options = ("--api-key-file", str(keys), "--admin-key-file", str(admins))
+    async with serve("-m", "fake:id=one", *options) as server:
+        page = await open_page(server.url, "#/memory")
+        for given, offered in (("key-user", 0), ("key-admin", 1)):
+            dialog = page.get_by_role("dialog", name="Key")
+            await dialog.get_by_label("API key").fill(given)
+            await dialog.get_by_role("button", name="Use this key").click()
+            await expect(page.locator(".models")).to_contain_text("one")
+            await expect(page.get_by_role("button", name="Unload")).to_have_count(offered)
+            head = {"Authorization": f"Bearer {given}"}
+            answer = await server.http.post("/v1/runtime/models/pin", json={"model": "one"}, headers=head)
+            assert answer.status_code == (200 if offered else 403)
+            await page.get_by_role("button", name="Key: one is set").click()
+
+
+# ---------------------------------------------------------------- a recording
+
+
+async def test_every_tab_can_be_used_by_everybody(open_page, replayed):
+    """U13: nothing that axe calls serious, in either colours; nothing runs over the edge of a phone."""
+    async with replayed(BUSY) as server:
+        page = await open_page(server.url)
+        await expect(page.locator(".canvas button.bar").first).to_be_attached()
+        for tab in TABS:
+            await page.goto(f"{server.url}/ui#/{tab}")
+            await expect(page.locator(f"main.{tab} > :nth-child(2)")).to_be_attached()
+            for theme in ("light", "dark"):
+                await page.emulate_media(color_scheme=theme)
+                found = await Axe().run(page)
+                grave = [one for one in found.response["violations"] if one["impact"] in GRAVE]
+                assert grave == [], (tab, theme, json.dumps(grave)[:1500])
+        await page.set_viewport_size(PHONE)
+        for tab in TABS:
+            await page.goto(f"{server.url}/ui#/{tab}")
+            await expect(page.locator(f"main.{tab} > :nth-child(2)")).to_be_attached()
+            wide = await page.evaluate("document.documentElement.scrollWidth")
+            assert wide <= PHONE["width"], tab
+
+
+async def test_a_recording_offers_nothing_to_steer(open_page, replayed):
+    """U6: and says what it is."""
+    async with replayed(BUSY) as server:
+        page = await open_page(server.url, "#/memory")
+        await expect(page.locator(".standing")).to_have_text("recording")
+        await expect(page.locator(".models")).to_be_visible()
+        for name in ("Unload", "Load", "Pin"):
+            await expect(page.get_by_role("button", name=name, exact=True)).to_have_count(0)
+
+
+LONG_TASKS = """() => {
+    window.longest_ms = 0;
+    new PerformanceObserver((list) => {
+        for (const one of list.getEntries()) window.longest_ms = Math.max(window.longest_ms, one.duration);
+    }).observe({ type: 'longtask' });
+}"""
+UNTIL = """async (wanted) => {
+    const app = document.querySelector('script[type=module]').src;
+    const { state } = await import(app.replace('app.js', 'shell/feed.js'));
+    while (state.value.at < wanted) await new Promise((resume) => setTimeout(resume, 50));
+}"""
+SCROLL = """async (box) => {
+    for (let top = 0; top < box.scrollHeight; top += box.scrollHeight / 60) {
+        box.scrollTop = top;
+        await new Promise(requestAnimationFrame);
+    }
+}"""
+MAX_HEAP_BYTES = 80 * 2**20
+MAX_TASK_MS = 50.0
+NUM_TRIES = 6
+"""Whatever else has the cores lengthens a task."""
+HOUR_S = 3600.0
+NUM_ROWS = 10_000
+
+
+def many_short(number):
+    """Requests that end at once, behind the hour."""
+    for place in range(number):
+        at = 1_763_888_000.0 + HOUR_S + place / 1000
+        told = {"event": "request", "at": at, "request_id": f"cmpl-{place:032x}", "id": f"s-{place}"}
+        row = {"model": "chat", "priority": "background", "kind": "embed", "route": "library"}
+        times = {"arrived_at": at, "queue_s": 0.001, "first_token_s": 0.004, "end_to_end_s": 0.005}
+        move = {"at": at, "index": None, "slot": None, "reason": "", "by": None}
+        yield told | row | times | {"what": "arrived", "state": "queued", "group": None, "moves": []}
+        end = {"what": "finished", "state": "ended", "finish_reason": "stop", "prompt_tokens": 9}
+        yield told | row | times | end | {"move": move | {"state": "ended", "reason": "stop"}, "group": None}
+
+
+@pytest.mark.slow
+async def test_an_hour_at_full_speed_leaves_the_page_quick_and_small(open_page, replayed, tmp_path):
+    """U12: no task of 50 ms once it is drawn, less than 80 MiB of heap, ten thousand rows that scroll."""
+    file = tmp_path / "hour.jsonl"
+    last_at = 0.0
+    with file.open("w", encoding="utf-8") as out:
+        for document in chain(SimulatedMachine().documents(HOUR_S), many_short(NUM_ROWS)):
+            out.write(json.dumps(document) + "\n")
+            last_at = max(last_at, document["at"])
+    async with replayed(file) as server:
+        for _ in range(NUM_TRIES):
+            heap_bytes, longest_ms = await watched_hour(await open_page(server.url), last_at)
+            assert heap_bytes < MAX_HEAP_BYTES
+            if longest_ms < MAX_TASK_MS:
+                break
+    assert longest_ms < MAX_TASK_MS
+
+
+async def watched_hour(page, last_at):
+    """The heap after the hour, and the longest task since the lanes are drawn, scrolling included."""
+    await expect(page.locator(".canvas button.bar").first).to_be_attached()
+    await page.evaluate(LONG_TASKS)
+    await page.evaluate(UNTIL, last_at)
+    read_ms = await page.evaluate("longest_ms")
+    await page.evaluate("gc()")
+    heap_bytes = await page.evaluate("performance.memory.usedJSHeapSize")
+    await page.evaluate("longest_ms = 0")
+    await page.evaluate("location.hash = '#/history'")
+    await expect(page.locator(".rows-box")).to_have_attribute("aria-rowcount", str(NUM_ROWS + 1))
+    await page.locator(".rows-box .rows").evaluate(SCROLL)
+    return heap_bytes, max(read_ms, await page.evaluate("longest_ms"))

@@ -1,0 +1,327 @@
+"""What the page makes of events: its state, lanes and stories, as pure functions in a browser.
+
+The recording is of `tools/record_events.py`. Views are mounted with a state of their own.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+import re
+from pathlib import Path
+
+import pytest
+import pytest_asyncio
+from playwright.async_api import expect
+
+BUSY = Path(__file__).parents[1] / "golden" / "events" / "busy.jsonl.gz"
+MODULES = ("store", "lanes", "selectors", "story", "limits")
+LOAD = """async (names) => {
+    const app = document.querySelector('script[type=module]').src;
+    const modules = names.map((name) => import(app.replace('app.js', `state/${name}.js`)));
+    for (const module of await Promise.all(modules)) Object.assign(window, module);
+    window.after = (documents, from) => reduceAll(from ?? initialState(), documents);
+    window.barsOf = (found) => found.models.flatMap((model) => model.lanes.flatMap((lane) => lane.bars));
+}"""
+START = 1_000.0
+ENDS = {"finished", "failed"}
+
+
+@pytest.fixture(scope="module")
+def busy():
+    """The documents of the recording."""
+    return [json.loads(line) for line in gzip.decompress(BUSY.read_bytes()).splitlines()]
+
+
+@pytest_asyncio.fixture(loop_scope="session")
+async def page(open_page, server):
+    """A page whose state modules are global names."""
+    found = await open_page(server.url)
+    await found.wait_for_selector("main h1", state="attached")
+    await found.evaluate(LOAD, list(MODULES))
+    return found
+
+
+def snapshot(at=START, **fields):
+    """The state of an idle server with two slots."""
+    slots = [{"slot": slot, "model": "chat"} for slot in (0, 1)]
+    engine = {"state": "serving", "for_s": 1.0, "reason": "", "pid": 7, "restarts": 0}
+    idle = {"requests": [], "recent": [], "groups": [], "models": [], "exits": [], "engine": engine}
+    return {"event": "snapshot", "at": at, "id": "x", "schema": 2, **idle, "slots": slots, **fields}
+
+
+def arrived(request_id, at, priority="interactive"):
+    """The first event of a request."""
+    fields = {"model": "chat", "priority": priority, "kind": "chat", "arrived_at": at, "prompt_tokens": 9}
+    return {"event": "request", "at": at, "request_id": request_id, "what": "arrived", **fields}
+
+
+def moved(request_id, at, state, *, what="queued", **fields):
+    """A later one: fields of its move, and of the event."""
+    slot, reason, by = fields.pop("slot", None), fields.pop("reason", ""), fields.pop("by", None)
+    index = 0 if slot is not None or state == "parked" else None
+    move = {"at": at, "state": state, "index": index, "slot": slot, "reason": reason, "by": by}
+    return {"event": "request", "at": at, "request_id": request_id, "what": what, "move": move, **fields}
+
+
+def handed_over():
+    """A job gives its only slot to somebody, and goes on."""
+    return [
+        snapshot(),
+        arrived("job", START + 1, "background"),
+        moved("job", START + 1.1, "prefill", slot=0),
+        moved("job", START + 2, "decode", slot=0),
+        arrived("person", START + 5),
+        moved("job", START + 5.1, "parked", reason="gave its slot to person (interactive)", by="person"),
+        moved("person", START + 5.1, "prefill", slot=0),
+        moved("person", START + 8, "ended", reason="stop", what="finished", finish_reason="stop"),
+        moved("job", START + 8.1, "prefill", slot=0),
+        moved("job", START + 8.2, "decode", slot=0),
+        moved("job", START + 12, "ended", reason="length", what="finished", finish_reason="length"),
+    ]
+
+
+async def test_a_recording_is_told_as_it_was(page, busy):
+    """U10: every request that ended is in the history, with its moves; nobody is left who is not there."""
+    ends = [each for each in busy if each.get("what") in ENDS and not each.get("group")]
+    found = await page.evaluate(
+        """(documents) => {
+            const state = after(documents);
+            const found = lanesOf(state, state.at);
+            return {
+                ended: state.ended.map((row) => row.request_id),
+                stories: state.ended.every((row) => storyOf(row, state.at).at(-1).kind === 'ended'),
+                restarts: state.engine.restarts, exits: state.exits.length, outages: found.outages.length,
+                handovers: found.handovers.length, parked: state.ended.some((row) => row.num_parks > 0),
+                replayed: barsOf(found).some((bar) => bar.segments.some((each) => each.kind === 'replayed')),
+                tokens: state.coarse.reduce((sum, bucket) => sum + bucket.tokens, 0),
+            };
+        }""",
+        busy,
+    )
+    assert found["ended"] == [each["request_id"] for each in ends]
+    assert found["stories"]
+    assert (found["restarts"], found["exits"], found["outages"]) == (1, 1, 1)
+    assert found["handovers"] > 0
+    assert found["parked"]
+    assert found["replayed"]
+    assert found["tokens"] == sum(each["tokens"] for each in busy if each["event"] == "steps")
+
+
+async def test_slices_of_documents_give_the_state_that_single_ones_give(page, busy):
+    """U10: and the state that was there before stays as it was."""
+    assert await page.evaluate(
+        """(documents) => {
+            const told = (state) => JSON.stringify(state, (_, each) =>
+                each instanceof Map ? [...each] : each);
+            const half = after(documents.slice(0, 500));
+            const before = told(half);
+            const whole = told(after(documents.slice(500), half));
+            const single = told(documents.reduce(reduce, initialState()));
+            return [whole === single, told(half) === before];
+        }""",
+        busy,
+    ) == [True, True]
+
+
+async def test_a_preemption_is_one_bar_that_gives_way_to_another_and_goes_on(page):
+    """U11: the lane has three bars, the job waits beside them, and the story says for whom."""
+    found = await page.evaluate(
+        """(documents) => {
+            const state = after(documents);
+            const found = lanesOf(state, state.at + 1);
+            const story = storyOf(requestOf(state, 'job'), state.at);
+            return { bars: barsOf(found).map((bar) => [bar.id, bar.from, bar.to]), handovers: found.handovers,
+                     sidings: found.models[0].lanes[0].sidings.flat().map((wait) => wait.segments[0].kind),
+                     story: story.map((each) => each.text) };
+        }""",
+        handed_over(),
+    )
+    assert found["bars"] == [
+        ["job", START + 1.1, START + 5.1],
+        ["person", START + 5.1, START + 8],
+        ["job", START + 8.1, START + 12],
+    ]
+    (handover,) = found["handovers"]
+    assert (handover["giver"]["id"], handover["taker"]["id"]) == ("job", "person")
+    assert handover["back"] == {"at": START + 8.1, "slot": 0}
+    assert "parked" in found["sidings"]
+    assert found["story"][-4:] == [
+        "gave its slot to person (interactive)",
+        "goes on in slot 0",
+        "writes on in slot 0",
+        "at its token limit",
+    ]
+
+
+async def test_what_an_engine_lost_is_read_again(page):
+    """U11: after a restart, until the next token is written."""
+    documents = [
+        *handed_over()[:4],
+        {"event": "engine", "at": START + 3, "state": "restarting", "reason": "ended with SIGKILL"},
+        moved("job", START + 3, "held", reason="the engine is restarting", what="held"),
+        {"event": "engine", "at": START + 4, "state": "serving", "reason": ""},
+        moved("job", START + 4, "preparing", reason="goes on from 8 tokens", what="replayed"),
+        moved("job", START + 4.5, "prefill", slot=1),
+        moved("job", START + 5, "decode", slot=1),
+    ]
+    found = await page.evaluate(
+        """(documents) => {
+            const state = after(documents);
+            const found = lanesOf(state, state.at + 2);
+            const kinds = barsOf(found).map((bar) => bar.segments.map((each) => each.kind));
+            return [kinds, found.outages, state.live.get('job').num_restarts];
+        }""",
+        documents,
+    )
+    assert found[0] == [["prefill", "decode"], ["replayed", "decode"]]
+    assert [(each["from"], each["to"]) for each in found[1]] == [(START + 3, START + 4)]
+    assert found[2] == 1
+
+
+async def test_a_snapshot_replaces_what_was_lost_and_keeps_the_history(page):
+    """U10: events that came too fast are counted, requests that are not in it are gone."""
+    row = {"request_id": "late", "model": "chat", "priority": "interactive", "arrived_at": START + 20}
+    ended = row | {"state": "ended", "end_to_end_s": 1.0, "finish_reason": "stop"}
+    documents = [
+        *handed_over(),
+        arrived("lost", START + 13),
+        snapshot(
+            START + 30, dropped=5, requests=[row | {"request_id": "live", "state": "decode"}], recent=[ended]
+        ),
+    ]
+    assert await page.evaluate(
+        """(documents) => {
+            const state = after(documents);
+            return [[...state.live.keys()], state.ended.map((row) => row.request_id), state.num_lost];
+        }""",
+        documents,
+    ) == [["live"], ["person", "job", "late"], 5]
+
+
+async def test_what_a_page_does_not_know_changes_nothing(page):
+    """U10: unknown events, unknown fields, documents that are none."""
+    strange = [{"event": "later", "at": START + 1}, {"event": "constructor", "at": START + 1}, {}, None]
+    assert await page.evaluate(
+        """([known, strange]) => {
+            const state = after([...known, ...strange]);
+            return [state.ended.length, state.live.size, 'novel' in state.ended[0], state.ended[0].state];
+        }""",
+        [[{**each, "novel": 1} for each in handed_over()], strange],
+    ) == [2, 0, False, "ended"]
+
+
+async def test_one_choice_that_ended_is_no_request_that_ended(page):
+    """U11: the others are told of, each with its own bar."""
+    documents = [snapshot(), arrived("two", START + 1)]
+    for index in (0, 1):
+        documents.append(moved("two", START + 2, "decode", slot=index))
+        documents[-1]["move"]["index"] = index
+    documents.append(moved("two", START + 4, "ended", reason="stop", what="choice_ended"))
+    documents[-1]["move"]["index"] = 1
+    found = await page.evaluate(
+        """(documents) => {
+            const state = after(documents);
+            return [state.live.get('two').state, barsOf(lanesOf(state, state.at + 1)).map((bar) => bar.to)];
+        }""",
+        documents,
+    )
+    assert found == ["decode", [START + 5, START + 4]]
+
+
+async def test_everything_that_is_kept_is_bounded(page):
+    """U12: requests, moves, notices, figures over time; the oldest goes."""
+    moves = [moved("long", START + number, "queued", reason=f"{number}") for number in range(200)]
+    rungs = [{"event": "rung", "at": START, "rung": "lower_limits", "is_undone": False}] * 300
+    found = await page.evaluate(
+        """([first, moves, rungs]) => {
+            let state = after([...first, ...moves, ...rungs]);
+            const long = state.live.get('long');
+            for (let part = 0; part < 45; part += 1) {
+                const ends = [];
+                for (let number = 0; number < 250; number += 1) {
+                    const at = first[0].at + part * 250 + number;
+                    const move = { at, state: 'ended', index: null, slot: null, reason: 'stop' };
+                    ends.push({ event: 'request', at, request_id: `r${part}-${number}`,
+                                what: 'finished', move, arrived_at: at - 1, moves: Array(64).fill(move) });
+                    ends.push({ event: 'steps', at, model: `m${number % 80}`, num_steps: 1, tokens: 1 });
+                }
+                state = after(ends, state);
+            }
+            const kept = state.ended.reduce((sum, row) => sum + row.moves.length, 0);
+            const { ended, notices } = state;
+            return [long.moves.length, long.num_moves, notices.length, ended.length, state.num_ended,
+                    kept <= MAX_WITH_MOVES * MAX_MOVES + MAX_ENDED * MAX_OLD_MOVES,
+                    state.steps.size <= MAX_MODELS,
+                    state.fine.length <= 303, state.coarse.length <= 363];
+        }""",
+        [[snapshot(), arrived("long", START)], moves, rungs],
+    )
+    assert found == [64, 200, 128, 10_000, 11_250, True, True, True, True]
+
+
+async def test_a_crowd_of_short_requests_is_drawn_as_a_few_bars(page):
+    """U12: short ones are joined, however many there were, and none of them is forgotten."""
+    documents = [snapshot()]
+    for number in range(1500):
+        at = START + number * 0.2
+        documents.append(arrived(f"r{number}", at))
+        documents.append(moved(f"r{number}", at, "decode", slot=number % 2))
+        end = {"what": "finished", "finish_reason": "stop"}
+        documents.append(moved(f"r{number}", at + 0.15, "ended", reason="stop", **end))
+    bars, shown = await page.evaluate(
+        """(documents) => {
+            const state = after(documents);
+            const bars = barsOf(lanesOf(state, state.at, { min_s: 0.01 }));
+            return [bars.length, bars.reduce((sum, bar) => sum + bar.num, 0)];
+        }""",
+        documents,
+    )
+    assert bars <= 420
+    assert shown == 1500
+
+
+MOUNT = """async (documents) => {
+    const app = document.querySelector('script[type=module]').src;
+    const [{ html, render }, { View }, { RequestDrawer }] = await Promise.all(
+        ['dom', 'views/now', 'views/request'].map((name) => import(app.replace('app.js', `${name}.js`))));
+    const box = document.body.appendChild(document.createElement('div'));
+    document.getElementById('app').remove();
+    const state = after(documents);
+    const props = { state, now: state.at + 1, actions: { pause: async (id) => (window.paused = id) } };
+    const may = { administrate: window.is_operator };
+    const show = (requestId) => render(html`<${View} ...${props} may=${may} open=${show} />
+        ${requestId && html`<${RequestDrawer} ...${{ ...props, may, requestId, open: show }} />`}`, box);
+    show(null);
+}"""
+
+
+async def test_lanes_are_walked_by_arrow_keys_and_a_story_opens_and_closes(page):
+    """U13: one bar is a stop of the tabulator; Enter opens, Escape closes and comes back to the bar."""
+    await page.evaluate("window.is_operator = true")
+    await page.evaluate(MOUNT, handed_over()[:-1])
+    bars = page.locator(".bar[tabindex='0']")
+    await bars.focus()
+    for key, wanted in (("ArrowLeft", "person, interactive"), ("ArrowLeft", "job, background")):
+        await page.keyboard.press(key)
+        await expect(page.locator(".bar:focus")).to_have_attribute("aria-label", re.compile(f"^{wanted}"))
+    await page.keyboard.press("Enter")
+    drawer = page.get_by_role("dialog", name="Request job")
+    await expect(drawer).to_contain_text("gave its slot to person (interactive)")
+    await drawer.get_by_role("button", name="Pause").click()
+    assert await page.evaluate("window.paused") == "job"
+    await page.keyboard.press("Escape")
+    await expect(drawer).to_have_count(0)
+    await expect(page.locator(".bar:focus")).to_have_attribute("aria-label", re.compile("^job"))
+
+
+async def test_lanes_are_there_as_a_table(page):
+    """U13: with request, class, time and what it did; who may not steer is offered no buttons."""
+    await page.evaluate(MOUNT, handed_over()[:-1])
+    await page.get_by_role("button", name="Table").click()
+    table = page.get_by_role("group", name="Slots as a table")
+    await expect(table.get_by_role("row")).to_have_count(4)
+    await table.get_by_role("button", name="person").click()
+    drawer = page.get_by_role("dialog", name="Request person")
+    await expect(drawer).to_contain_text("came to its end")
+    await expect(drawer.get_by_role("button", name="Cancel")).to_have_count(0)

@@ -1,0 +1,96 @@
+"""`stoker config`: every mistake of a settings file with its line, and where each setting comes from."""
+
+from __future__ import annotations
+
+import pytest
+from typer.testing import CliRunner
+
+from stoker.cli.app import app
+
+WRONG = """\
+slotz = 3
+port = "high"
+
+[models.chat]
+file = "no-such-file.gguf"
+ctx_sise = 5
+slots = 0
+
+[keys.a]
+hash = "secret"
+"""
+
+
+def run(*words):
+    """The result of a command."""
+    return CliRunner().invoke(app, ["config", *map(str, words)])
+
+
+def test_every_mistake_is_told_with_its_line(tmp_path):
+    """G8: not the first alone; the exit code is 1."""
+    file = tmp_path / "stoker.toml"
+    file.write_text(WRONG, encoding="utf-8")
+    told = run("check", file)
+    lines = [line.removeprefix(f"{file}:").split(":")[:2] for line in told.output.splitlines()]
+    assert lines == [
+        ["1", " slotz"],
+        ["2", " port"],
+        ["6", " models.chat.ctx_sise"],
+        ["7", " models.chat.slots"],
+        ["10", " keys.a.hash"],
+    ]
+    assert "did you mean ctx_size" in told.output
+    assert told.exit_code == 1
+
+
+def test_what_a_right_file_leads_to_is_checked_too(tmp_path):
+    """G8: a model that is not there, at the line of its file; a file without mistakes ends with 0."""
+    file = tmp_path / "stoker.toml"
+    file.write_text('[models.a]\nslots = 2\nfile = "none.gguf"\n', encoding="utf-8")
+    assert f"{file}:3: models.a.file: no such model file" in run("check", file).output
+    file.write_text("slots = \n", encoding="utf-8")
+    assert f"{file}:1: not valid TOML" in run("check", file).output
+    file.write_text('[models.a]\nfile = "fake:"\n', encoding="utf-8")
+    told = run("check", file)
+    assert (told.exit_code, told.output) == (0, f"{file}: nothing is wrong\n")
+
+
+@pytest.mark.parametrize(
+    ("text", "place", "told"),
+    [
+        ('[models.a]\nfile = "fake:"\ntool_format = "hermez"', "3: models.a.tool_format", "hermes, hunyuan"),
+        (
+            '[models.a]\nfile = "fake:"\nsampling = { top_p = 7, min_p = "x", temprature = 1 }',
+            "3: models.a.sampling",
+            "top_p must be between 0 and 1, got 7; min_p: Expected `float`, got `str`; there is no sampler",
+        ),
+        ('models = ["fake:"]\napi_key_file = "none"', "2: api_key_file", "cannot read the API key file"),
+        ('models = ["fake:"]\nadmin_key_file = "none"', "2: admin_key_file", "cannot read the API key file"),
+        ('models = ["fake:"]\nhost = "0.0.0.0"', "2: host", "other machines reach this server"),
+        ('models = ["fake:"]\nhost = "a b"', "2: host", "there is no address 'a b'"),
+        ('models = ["fake:"]\nollama_port = 8686', "2: ollama_port", "8686 is that of the server itself"),
+    ],
+)
+def test_what_serve_would_refuse_is_told_at_its_line(tmp_path, text, place, told):
+    """G8: formats of tool calls, every sampler, files of keys, addresses."""
+    file = tmp_path / "stoker.toml"
+    file.write_text(text, encoding="utf-8")
+    result = run("check", file)
+    assert result.exit_code == 1
+    (line,) = result.output.splitlines()
+    assert line.startswith(f"{file}:{place}: ")
+    assert told in line
+
+
+def test_each_setting_is_shown_with_where_it_comes_from(tmp_path, monkeypatch):
+    """G8: a table's own, what holds for all, the environment, defaults."""
+    file = tmp_path / "stoker.toml"
+    file.write_text('slots = 3\n[models.a]\nfile = "fake:"\nctx_size = 64\n', encoding="utf-8")
+    monkeypatch.setenv("STOKER_PORT", "99")
+    shown = run("show", "--resolved", "--config", file).output.splitlines()
+    assert f"slots = 3  # slots in {file}" in shown
+    assert "port = 99  # STOKER_PORT" in shown
+    assert "ctx_size = 64  # models.a" in shown
+    assert f"slots = 3  # for all: slots in {file}" in shown
+    assert "max_queue = 512  # default" in shown
+    assert not any("default" in line for line in run("show", "--config", file).output.splitlines())
