@@ -125,6 +125,33 @@ def test_progress_of_the_prompt_is_sent_where_it_is_asked_for(scripted, scripted
     assert scripted.runtime.requests[-1].return_progress
 
 
+def test_progress_is_an_event_of_its_own_name_where_that_is_asked_for(scripted, scripted_http, claude):
+    """S2: `X-Stoker-Progress: event`, as in chat completions; the official client passes over it."""
+    progress = PrefillProgress(request_id="x", total=9, cached=0, processed=5, time_ms=1.0)
+    steps = [Admitted("x", 0, None, 9), progress, delta("So."), STOP, FINISHED]
+    headers = {"X-Stoker-Progress": "Event"}
+    says(scripted, *steps)
+    with claude.messages.stream(**ASK, extra_headers=headers) as stream:
+        assert stream.get_final_text() == "So."
+    says(scripted, *steps)
+    answer = scripted_http.post("/v1/messages", json={**ASK, "stream": True}, headers=headers)
+    told = [data for name, data in frames(answer.text) if name == "prefill_progress"]
+    assert [data["prompt_progress"]["processed"] for data in told] == [5]
+
+
+def test_the_official_client_gets_the_times_of_a_message(scripted, claude):
+    """O2: in a whole message, and in a stream beside the usage; as in chat completions."""
+    says(scripted, delta("So."), STOP, FINISHED)
+    whole = claude.messages.create(**ASK).timings
+    says(scripted, delta("So."), STOP, FINISHED)
+    events = list(claude.messages.create(**ASK, stream=True))
+    (last,) = [event for event in events if event.type == "message_delta"]
+    assert (whole["queue_ms"], whole["prompt_ms"], whole["predicted_ms"]) == (500.0, 250.0, 125.0)
+    assert (whole["cache_n"], whole["prompt_n"], whole["predicted_n"]) == (1, 2, 2)
+    assert last.timings == whole
+    assert not any("timings" in event.model_dump() for event in events if event is not last)
+
+
 def test_tools_of_the_vendor_are_left_out_and_named(scripted, claude, monkeypatch):
     """S1: the answer's header says which; a forced one is a 400."""
     monkeypatch.setattr(

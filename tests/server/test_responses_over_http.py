@@ -218,6 +218,21 @@ def test_progress_of_the_prompt_is_sent_where_it_is_asked_for(scripted, scripted
     assert kinds[2] == "stoker:prefill_progress"
 
 
+def test_the_official_client_gets_the_times_of_a_response(scripted, scripted_client):
+    """O2: in the object at its end, streamed, whole or read again; not before. As in chat completions."""
+    says(scripted, delta("So."), STOP, FINISHED)
+    whole = scripted_client.responses.create(model="default", input="Hi", store=True)
+    says(scripted, delta("So."), STOP, FINISHED)
+    with scripted_client.responses.stream(model="default", input="Hi") as stream:
+        first = next(iter(stream))
+        last = stream.get_final_response()
+    times = whole.timings
+    assert (times["queue_ms"], times["prompt_ms"], times["predicted_ms"]) == (500.0, 250.0, 125.0)
+    assert (times["cache_n"], times["prompt_n"], times["predicted_n"]) == (1, 2, 2)
+    assert (last.timings, hasattr(first.response, "timings")) == (times, False)
+    assert scripted_client.responses.retrieve(whole.id).timings == times
+
+
 @pytest.mark.parametrize(("word", "status"), [("0", 200), ("off", 200), ("maybe", 400)])
 def test_progress_is_on_or_off(scripted, scripted_http, word, status):
     """S3: anything else is a 400 that names the header."""

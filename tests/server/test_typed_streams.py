@@ -77,6 +77,7 @@ def test_every_event_of_a_response_is_as_its_client_declares_it(
         assert (event.type, event.sequence_number) == (name, number)
     is_whole = reason is FinishReason.STOP
     assert events[-1][0] == ("response.completed" if is_whole else "response.incomplete")
+    assert events[-1][1]["response"]["timings"]["predicted_n"] == FINISHED.usage.completion_tokens
     closed = [data["item"] for name, data in events if name == "response.output_item.done"]
     assert closed == events[-1][1]["response"]["output"]
     written = {}
@@ -102,6 +103,7 @@ def test_every_event_of_a_message_is_as_its_client_declares_it(scripted, scripte
             assert opened[-1] == data["index"]
     assert opened == list(range(len(opened)))
     assert [name for name, _ in events][-2:] == ["message_delta", "message_stop"]
+    assert events[-2][1]["timings"]["predicted_n"] == FINISHED.usage.completion_tokens
     stop = events[-2][1]["delta"]["stop_reason"]
     calls = text.count("</tool_call>")
     assert stop == ("max_tokens" if reason is FinishReason.LENGTH else "tool_use" if calls else "end_turn")

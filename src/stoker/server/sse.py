@@ -195,6 +195,10 @@ def typed_frames(objects: Iterable[dict[str, Any]]) -> bytes:
     )
 
 
+PROGRESS_EVENT = "prefill_progress"
+"""The name of events about a prompt, for those who ask for a name."""
+
+
 def progress_fields(event: PrefillProgress) -> dict[str, Any]:
     """`prompt_progress` as in chat chunks: tokens in all, from the cache, computed so far; milliseconds."""
     return {

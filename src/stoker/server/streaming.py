@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from stoker.client.store.file import KeptRequest
     from stoker.ipc.request import FinishReason, GenerateRequest
     from stoker.ipc.status import CallKind
-    from stoker.ipc.usage import CacheSource
+    from stoker.ipc.usage import CacheSource, Timings
     from stoker.server.context import ServerContext
     from stoker.server.errors import OriginRules
 
@@ -249,6 +249,7 @@ class AnswerReading:
         reason: why it ended; None: it has not.
         stop_text: the stop string of the caller that ended it.
         usage: known at its end.
+        timings: likewise; None: it has not ended, or nothing was generated.
     """
 
     def __init__(self, form: AnswerForm, seed: str) -> None:
@@ -256,6 +257,7 @@ class AnswerReading:
         self.reason: FinishReason | None = None
         self.stop_text: str | None = None
         self.usage = Usage()
+        self.timings: Timings | None = None
 
     @property
     def num_reasoning_tokens(self) -> int:
@@ -265,7 +267,7 @@ class AnswerReading:
     def read(self, event: StreamEvent) -> list[AnswerEvent]:
         """What an event adds to the answer."""
         if isinstance(event, Finished):
-            self.usage = event.usage
+            self.usage, self.timings = event.usage, event.timings
         if not isinstance(event, Delta):
             return []
         found = self._readers.read(event)

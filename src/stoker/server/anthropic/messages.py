@@ -18,7 +18,7 @@ from stoker.ipc.request import check_range
 from stoker.server.anthropic.writer import MessageChunks, MessageHead, WholeMessage
 from stoker.server.context import ServerContext
 from stoker.server.errors import OriginRules
-from stoker.server.fields import GenerationFields, Int, ResponseFormat
+from stoker.server.fields import GenerationFields, Int, ResponseFormat, names_progress
 from stoker.server.inbound.body import Body, Described, Many, Name, Named, read_body
 from stoker.server.openai.chat import Translation, prompt_tokens, translated_turn
 from stoker.server.openai.conversation import ThinkingFields
@@ -310,7 +310,13 @@ def router(context: ServerContext) -> APIRouter:
         """Answer a conversation."""
         body = await read_body(request, MessagesRequest)
         turn = await translated_turn(context, request, body, "msg_")
-        head = MessageHead(turn.call.id, turn.request.model, request.state.request_id, turn.request.priority)
+        head = MessageHead(
+            turn.call.id,
+            turn.request.model,
+            request.state.request_id,
+            turn.request.priority,
+            names_progress=names_progress(request),
+        )
         is_stream = body.stream
         del body  # its images are megabytes, and it may wait for long
         if not is_stream:

@@ -23,7 +23,8 @@ from stoker.ipc.events import Admitted, PrefillProgress
 from stoker.ipc.request import FinishReason, Priority
 from stoker.ipc.usage import Usage
 from stoker.server.errors import messages_error
-from stoker.server.sse import Ending, progress_fields, typed_frames
+from stoker.server.openai.timings import timings_fields
+from stoker.server.sse import PROGRESS_EVENT, Ending, progress_fields, typed_frames
 from stoker.server.streaming import AnswerReading
 
 if TYPE_CHECKING:
@@ -60,12 +61,14 @@ class MessageHead:
         model: id of the model that answers.
         request_id: of the HTTP request; errors repeat it.
         priority: the class that it runs in.
+        names_progress: progress of the prompt comes as events of that name.
     """
 
     id: str
     model: str
     request_id: str = ""
     priority: Priority = Priority.INTERACTIVE
+    names_progress: bool = False
 
 
 class MessageBuilder:
@@ -82,8 +85,12 @@ class MessageBuilder:
         return [{"type": "message_start", "message": _message(self._head, [], unknown, usage)}]
 
     def progress(self, event: PrefillProgress) -> Json:
-        """How much of the prompt is computed, in a ping: events of other types are errors to some clients."""
-        return {"type": "ping", "prompt_progress": progress_fields(event)}
+        """How much of the prompt is computed.
+
+        In a ping, as events of other types are errors to some clients; under a name where that was asked for.
+        """
+        kind = PROGRESS_EVENT if self._head.names_progress else "ping"
+        return {"type": kind, "prompt_progress": progress_fields(event)}
 
     def add(self, events: Iterable[AnswerEvent]) -> list[Json]:
         """What these add."""
@@ -107,7 +114,8 @@ class MessageBuilder:
 
     def end(self, reading: AnswerReading) -> list[Json]:
         """The last events."""
-        last = {"type": "message_delta", "delta": _ended(reading), "usage": _counts(reading.usage)}
+        counts = {"usage": _counts(reading.usage), **timings_fields(reading)}
+        last = {"type": "message_delta", "delta": _ended(reading), **counts}
         return [*self._stop(), last, {"type": "message_stop"}]
 
     def _ensure(self, block: Json) -> list[Json]:
@@ -231,4 +239,5 @@ class WholeMessage:
     def whole(self) -> bytes:
         """The answer's body."""
         ended, usage = _ended(self._reading), self._reading.usage
-        return msgspec.json.encode(_message(self._head, _blocks(self._answer), ended, usage))
+        message = _message(self._head, _blocks(self._answer), ended, usage)
+        return msgspec.json.encode(message | timings_fields(self._reading))

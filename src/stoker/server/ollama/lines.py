@@ -14,7 +14,7 @@ import msgspec
 from starlette.responses import Response
 
 from stoker.chat.answer_events import CallArguments, CallBegan, CallBroken, CallCut, CallEnded, Reasoning
-from stoker.ipc.events import Delta, Finished
+from stoker.ipc.events import Delta
 from stoker.ipc.request import FinishReason
 from stoker.ipc.usage import Timings, TokenLogprob
 from stoker.server.errors import ollama_error
@@ -123,12 +123,9 @@ class LineReader:
         self._call: tuple[str, str] = ("", "")  # id and name of the one that is being written
         self._arguments: list[str] = []
         self._num_calls = 0
-        self._timings = Timings()
 
     def read(self, event: StreamEvent) -> _Added:
         """What an event adds."""
-        if isinstance(event, Finished):
-            self._timings = event.timings
         return self._added(self._reading.read(event))
 
     def _added(self, events: Iterable[AnswerEvent]) -> _Added:
@@ -161,7 +158,7 @@ class LineReader:
 
     def last(self, piece: Json | None = None) -> Json:
         """The last line, or with `piece` the whole answer."""
-        usage, timings = self._reading.usage, self._timings
+        usage, timings = self._reading.usage, self._reading.timings or Timings()
         return self._head.done(_reason(self._reading.reason), piece) | {
             "total_duration": nanoseconds(time.monotonic() - self._head.began_s),
             "load_duration": nanoseconds(timings.queue_s),

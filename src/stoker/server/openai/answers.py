@@ -17,8 +17,9 @@ import msgspec
 from msgspec import UNSET, UnsetType
 
 from stoker.images import ImageReport
-from stoker.ipc.usage import CacheSource, GapStatus, Timings, Usage, total_usage
-from stoker.server.sse import frame, progress_fields
+from stoker.ipc.usage import CacheSource, Usage, total_usage
+from stoker.server.openai.timings import TimingsAnswer
+from stoker.server.sse import PROGRESS_EVENT, frame, progress_fields
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -144,7 +145,6 @@ def _token_name(raw: bytes) -> str:
 
 
 FINGERPRINT = f"stoker-{version('stoker')}"
-MILLISECONDS = 1000.0
 
 
 class PromptTokensDetails(msgspec.Struct, frozen=True):
@@ -161,30 +161,6 @@ class UsageAnswer(msgspec.Struct, frozen=True):
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: PromptTokensDetails
-
-
-class TimingsAnswer(msgspec.Struct, frozen=True):
-    """Milliseconds the request spent and how often others took its place (SPEC O2).
-
-    From `cache_n` on as llama-server names them; speeds are of the tokens after the first, None: no such.
-    """
-
-    queue_ms: float
-    prefill_ms: float
-    decode_ms: float
-    num_preemptions: int
-    cache_n: int = 0
-    prompt_n: int = 0
-    prompt_ms: float = 0.0
-    prompt_per_token_ms: float | None = None
-    prompt_per_second: float | None = None
-    predicted_n: int = 0
-    predicted_ms: float = 0.0
-    predicted_per_token_ms: float | None = None
-    predicted_per_second: float | None = None
-    draft_n: int | UnsetType = UNSET
-    draft_n_accepted: int | UnsetType = UNSET
-    itl_ms: GapStatus | UnsetType = UNSET
 
 
 class ContextShift(msgspec.Struct, frozen=True):
@@ -379,7 +355,7 @@ class Envelope:
     def progress(self, event: PrefillProgress, nothing: _Choices) -> bytes:
         """The frame of a chunk with `prompt_progress`; `nothing` is as in `closing`."""
         chunk = frame(self._answer(nothing, prompt_progress=progress_fields(event)))
-        return b"event: prefill_progress\n" + chunk if self._head.names_progress else chunk
+        return b"event: %b\n%b" % (PROGRESS_EVENT.encode(), chunk) if self._head.names_progress else chunk
 
     def closing(self, nothing: _Choices) -> bytes:
         """Frames after the last event: usage and timings where usage was asked for, a context shift always.
@@ -411,41 +387,10 @@ class Envelope:
         images = [ImageAnswer(one.width, one.height, one.shrunk_to) for one in self._head.images]
         return {
             "usage": UsageAnswer(usage.prompt_tokens, usage.completion_tokens, num_tokens, details),
-            "timings": self._timings(usage),
+            "timings": TimingsAnswer.of([(one.usage, one.timings) for one in self._finished], self._head.n),
             "context_shift": _shift(usage),
             "images": images or UNSET,
         }
-
-    def _timings(self, usage: Usage) -> TimingsAnswer:
-        """The longest of each stage: prompts run side by side. Preemptions and tokens are added up."""
-        every = [event.timings for event in self._finished] or [Timings()]
-        prefill_ms = max(timings.prefill_s for timings in every) * MILLISECONDS
-        decode_ms = max(timings.decode_s for timings in every) * MILLISECONDS
-        num_read = usage.prompt_tokens - usage.cached_tokens
-        num_later = usage.completion_tokens - self._head.n * len(every)
-        return TimingsAnswer(
-            queue_ms=max(timings.queue_s for timings in every) * MILLISECONDS,
-            prefill_ms=prefill_ms,
-            decode_ms=decode_ms,
-            num_preemptions=sum(timings.num_preemptions for timings in every),
-            cache_n=usage.cached_tokens,
-            prompt_n=num_read,
-            prompt_ms=prefill_ms,
-            prompt_per_token_ms=_ratio(prefill_ms, num_read),
-            prompt_per_second=_ratio(num_read * MILLISECONDS, prefill_ms),
-            predicted_n=usage.completion_tokens,
-            predicted_ms=decode_ms,
-            predicted_per_token_ms=_ratio(decode_ms, num_later),
-            predicted_per_second=_ratio(num_later * MILLISECONDS, decode_ms),
-            draft_n=usage.draft_tokens or UNSET,
-            draft_n_accepted=usage.accepted_tokens if usage.draft_tokens else UNSET,
-            itl_ms=every[0].itl_ms or UNSET if len(every) == 1 else UNSET,
-        )
-
-
-def _ratio(amount: float, of: float) -> float | None:
-    """None where there is nothing to divide."""
-    return amount / of if of > 0 and amount > 0 else None
 
 
 def _shift(usage: Usage) -> ContextShift | UnsetType:

@@ -25,7 +25,8 @@ from stoker.ipc.events import PrefillProgress
 from stoker.ipc.request import FinishReason
 from stoker.ipc.usage import Usage
 from stoker.server.openai.responses.items import item_id, sealed
-from stoker.server.sse import DONE, Ending, progress_fields, typed_frames
+from stoker.server.openai.timings import timings_fields
+from stoker.server.sse import DONE, PROGRESS_EVENT, Ending, progress_fields, typed_frames
 from stoker.server.streaming import AnswerReading
 
 if TYPE_CHECKING:
@@ -47,7 +48,7 @@ _INCOMPLETE = {
 
 REASONING_EVENT = "reasoning_text"
 """As OpenAI and its clients name the events of reasoning."""
-_PROGRESS_EVENT = "stoker:prefill_progress"
+_PROGRESS_EVENT = f"stoker:{PROGRESS_EVENT}"
 """Open Responses wants events that it does not know to begin with a name of whoever sends them."""
 
 
@@ -95,6 +96,7 @@ class ResponseBuilder:
         self._reason: str | None = None
         self._error: Json | None = None
         self._usage: Json | None = None
+        self._timings: Json = {}
 
     def begin(self) -> list[Json]:
         """The first events."""
@@ -137,6 +139,7 @@ class ResponseBuilder:
         self._status = "incomplete" if self._reason else "completed"
         self._completed_s = None if self._reason else int(self._clock())
         self._usage = usage_fields(reading.usage, reading.num_reasoning_tokens)
+        self._timings = timings_fields(reading)
         closing = self._close(self._status)
         return [*closing, self._whole(f"response.{self._status}")]
 
@@ -147,7 +150,7 @@ class ResponseBuilder:
         return [*self._close("incomplete"), self._whole("response.failed")]
 
     def response(self) -> Json:
-        """The response object as it stands."""
+        """The response object as it stands; `timings`, a field of our own, is there at its end."""
         return {
             "id": self._head.id,
             "object": "response",
@@ -160,6 +163,7 @@ class ResponseBuilder:
             "output": list(self._output),
             **self._head.echo,
             "usage": self._usage,
+            **self._timings,
         }
 
     # ------------------------------------------------------------ items
