@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from stoker.chat.answer_events import CallArguments, CallEnded, Reasoning
 from stoker.chat.json_scan import JsonScanner, Step
 from stoker.chat.reasoning import THINK, ReasoningSplitter
-from stoker.chat.tools.calls import ToolCallParser
+from stoker.chat.tools.calls import KnownTools, ToolCallParser
 from stoker.chat.tools.formats.hermes import GENERIC, HERMES
 from stoker.chat.tools.formats.llama import LLAMA3
 from stoker.chat.tools.formats.mistral import MISTRAL, MISTRAL_ARGS
@@ -48,7 +48,7 @@ def _merged(events):
 
 
 def _read(syntax, pieces):
-    parser = ToolCallParser(syntax, ["f"], "seed")
+    parser = ToolCallParser(syntax, KnownTools(("f",)), "seed")
     events = [event for piece in pieces for event in parser.feed(piece)]
     return _merged([*events, *parser.finish()])
 

@@ -31,6 +31,10 @@ def tool_model(monkeypatch):
     monkeypatch.setattr(stand_in, "INFO", msgspec.structs.replace(INFO, chat_template=TOOL_MODEL))
 
 
+CALLABLE = {"type": "function", "name": "f"}
+CALLED = ("exec_command", "multi_agent_v1.close_agent")
+
+
 def part(text):
     """A content part of an input message."""
     return {"type": "input_text", "text": text}
@@ -122,6 +126,52 @@ def test_an_agents_next_request_repeats_what_was_called(scripted, scripted_clien
     asked = {**AGENT, "input": [*AGENT["input"], *turns], "stream": False}
     assert scripted_client.responses.create(**asked).output_text == "Done."
     assert "closed" in scripted.runtime.requests[-1].prompt
+
+
+ALLOWED = {
+    "type": "allowed_tools",
+    "mode": "auto",
+    "tools": [{"type": "function", "name": "exec_command"}, {"type": "web_search"}],
+}
+
+
+def test_tools_that_may_not_be_called_stay_in_the_prompt_and_are_not_called(
+    scripted, scripted_client, tool_model
+):
+    """D7: the prompt is that of all tools, so the cache holds; a call of another tool is text."""
+    texts = [f'<tool_call>{{"name": "{name}", "arguments": {{}}}}</tool_call>' for name in CALLED]
+    given = {**AGENT, "stream": False, "tools": AGENT["tools"][:3]}
+    for text in [*texts, "Hi"]:
+        says(scripted, *(delta(char) for char in text), STOP, FINISHED)
+    chosen = {**given, "tool_choice": ALLOWED}
+    taken, other = [scripted_client.responses.create(**chosen) for _ in CALLED]
+    scripted_client.responses.create(**given)
+    assert [(item.type, item.name) for item in taken.output] == [("function_call", "exec_command")]
+    assert other.output_text == texts[1]
+    assert taken.tool_choice.model_dump() == ALLOWED
+    prompts = {request.prompt for request in scripted.runtime.requests[-3:]}
+    assert len(prompts) == 1
+    assert "close_agent" in prompts.pop()
+
+
+def test_a_required_call_is_one_of_the_tools_that_are_allowed(scripted, scripted_client, tool_model):
+    """D7: the grammar knows no other; chat completions say it in their own form."""
+    says(scripted, delta("x"), STOP, FINISHED)
+    says(scripted, delta("x"), STOP, FINISHED)
+    scripted_client.responses.create(
+        **{**AGENT, "stream": False, "tool_choice": {**ALLOWED, "mode": "required"}}
+    )
+    tools = [{"type": "function", "function": {"name": name}} for name in CALLED]
+    allowed = {"mode": "required", "tools": tools[1:]}
+    scripted_client.chat.completions.create(
+        model="default",
+        messages=[{"role": "user", "content": "Hi"}],
+        tools=tools,
+        tool_choice={"type": "allowed_tools", "allowed_tools": allowed},
+    )
+    first, second = (request.constraint.source for request in scripted.runtime.requests[-2:])
+    assert ("exec_command" in first, "close_agent" in first) == (True, False)
+    assert ("exec_command" in second, "close_agent" in second) == (False, True)
 
 
 @pytest.mark.parametrize("tool_choice", [{"type": "web_search"}, {"type": "custom", "name": "apply_patch"}])
@@ -261,6 +311,9 @@ def test_progress_is_on_or_off(scripted, scripted_http, word, status):
         ({"truncation": "yes"}, "truncation"),
         ({"max_tool_calls": 0}, "max_tool_calls"),
         ({"tool_choice": {"type": "allowed_tools", "tools": []}}, "tool_choice.tools"),
+        ({"tool_choice": {"type": "allowed_tools", "tools": ["f"]}}, "tool_choice.tools.0"),
+        ({"tool_choice": {"type": "allowed_tools", "mode": "any", "tools": [CALLABLE]}}, "tool_choice.mode"),
+        ({"tool_choice": {"type": "allowed_tools", "mode": "auto", "tools": [CALLABLE]}}, "tool_choice"),
     ],
 )
 def test_an_error_names_the_field_that_was_sent(scripted_http, fields, param):

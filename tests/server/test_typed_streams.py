@@ -109,6 +109,34 @@ def test_every_event_of_a_message_is_as_its_client_declares_it(scripted, scripte
     assert stop == ("max_tokens" if reason is FinishReason.LENGTH else "tool_use" if calls else "end_turn")
 
 
+def test_a_call_that_the_limit_cuts_is_said_to_be_cut_by_every_api(scripted, scripted_http):
+    """D4: whole and streamed; who reads the reason knows that the call is not to be run."""
+    script = characters(BROKEN, FinishReason.LENGTH)
+    events = events_of(scripted, scripted_http, "/v1/responses", RESPONSE, script)
+    streamed = events[-1][1]["response"]
+    chat = {"messages": MESSAGE["messages"], "tools": [{"type": "function", "function": {"name": "f"}}]}
+    answers = []
+    for route, body in (
+        ("/v1/responses", {**RESPONSE, "stream": False}),
+        ("/v1/messages", {**MESSAGE, "stream": False}),
+        ("/v1/chat/completions", chat),
+    ):
+        scripted.call(lambda: scripted.runtime.scripts.append(script))
+        answers.append(scripted_http.post(route, json={"model": "default", **body}).json())
+    whole, message, completion = answers
+    for response in (streamed, whole):
+        assert (response["status"], response["incomplete_details"]["reason"]) == (
+            "incomplete",
+            "max_output_tokens",
+        )
+        assert [item["status"] for item in response["output"]] == ["completed", "incomplete"]
+        assert response["output"][-1]["arguments"] == '{"a": 1'
+    assert message["stop_reason"] == "max_tokens"
+    assert completion["choices"][0]["finish_reason"] == "length"
+    frames = events_of(scripted, scripted_http, "/v1/messages", MESSAGE, script)
+    assert frames[-2][1]["delta"]["stop_reason"] == "max_tokens"
+
+
 @pytest.mark.parametrize(
     ("headers", "name"),
     [({}, "response.reasoning_text"), ({"OpenResponses-Version": "latest"}, "response.reasoning")],

@@ -95,6 +95,22 @@ def test_a_transcript_is_read_the_same_however_it_is_cut(
     assert (answer.reasoning, answer.content, calls) == expected
 
 
+@pytest.mark.parametrize("size", [1, 1_000_000])
+@pytest.mark.parametrize(("name", "template", "case"), CASES)
+def test_a_call_of_a_tool_that_is_not_allowed_is_text_in_every_format(
+    name: str, template: str, case: dict[str, Any], size: int
+) -> None:
+    """SPEC D7: whatever the form, no client is asked to run it, and what the model wrote is shown."""
+    offer = ToolOffer(TOOLS, ToolChoice(allowed=("another",)))
+    own = AnswerReader(prepared_turn([{"role": "user", "content": "Hi"}], template, offer).form(""), "seed")
+    answer = WholeAnswer()
+    for at in range(0, len(case["text"]), size):
+        answer.add(own.feed(case["text"][at : at + size]))
+    answer.add(own.finish())
+    assert (answer.calls, own.num_calls, answer.reasoning) == ([], 0, case.get("reasoning", "")), name
+    assert answer.content.strip() or not (case.get("calls") or case.get("content"))
+
+
 def test_every_format_has_a_transcript_with_a_call() -> None:
     """SPEC D12: nothing in the table is left untried."""
     tried = {file["format"] for file in FILES if any(case.get("calls") for case in file["transcript"])}

@@ -25,7 +25,13 @@ from stoker.server.openai.responses.body import (
     MAX_METADATA_KEY_CHARS,
     ResponsesRequest,
 )
-from stoker.server.openai.responses.writer import ResponseChunks, ResponseEvents, ResponseHead, WholeResponse
+from stoker.server.openai.responses.writer import (
+    BROKEN_CALL,
+    ResponseChunks,
+    ResponseEvents,
+    ResponseHead,
+    WholeResponse,
+)
 
 EVENT: TypeAdapter[Any] = TypeAdapter(ResponseStreamEvent)
 ASKED = GenerateRequest(prompt="Hi", sampling=Sampling(temperature=0.25, presence_penalty=0.5))
@@ -483,6 +489,29 @@ def test_an_answer_that_was_cut_off_is_incomplete() -> None:
     cut = '<tool_call>{"name": "f", "arguments": {"a'
     assert streamed(cut, FinishReason.LENGTH)[-1].response.output[0].status == "incomplete"
     assert whole(cut, FinishReason.LENGTH) == streamed(cut, FinishReason.LENGTH)[-1].response
+
+
+@pytest.mark.parametrize(
+    ("text", "reason", "why"),
+    [
+        ('<tool_call>{"name": "f", "arguments": {"a', FinishReason.LENGTH, "max_output_tokens"),
+        ('<tool_call>{"name": "f", "arguments": {"a', FinishReason.STOP, BROKEN_CALL),
+        ('<tool_call>{"name": "f", "arguments": {"a": 1]}', FinishReason.STOP, BROKEN_CALL),
+    ],
+)
+def test_a_response_is_not_complete_whose_call_is_not(text: str, reason: FinishReason, why: str) -> None:
+    """SPEC D4: item and response agree, and the reason is the limit only where it was the limit."""
+    kept: list[dict[str, Any]] = []
+    events = ResponseEvents(HEAD, FORM, kept.append)
+    for event in deltas(text, reason):
+        events.of(event)
+    last = events.end()[-1]
+    assert last["type"] == "response.incomplete"
+    (stored,) = kept
+    assert stored == last["response"]
+    assert (stored["status"], stored["incomplete_details"]) == ("incomplete", {"reason": why})
+    assert stored["completed_at"] is None
+    assert stored["output"][0]["status"] == "incomplete"
 
 
 def test_a_failure_within_the_stream_is_an_event() -> None:

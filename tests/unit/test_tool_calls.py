@@ -19,7 +19,7 @@ from stoker.chat.answer_events import (
 )
 from stoker.chat.json_scan import MAX_DEPTH
 from stoker.chat.reasoning import THINK
-from stoker.chat.tools.calls import ToolCallParser, call_id
+from stoker.chat.tools.calls import KnownTools, ToolCallParser, call_id
 from stoker.chat.tools.formats.hermes import GENERIC, HERMES
 from stoker.chat.tools.formats.llama import LLAMA3
 from stoker.chat.tools.formats.mistral import MISTRAL, MISTRAL_ARGS
@@ -36,7 +36,16 @@ def _nested(depth: int) -> str:
 
 def read(syntax: ToolSyntax, text: str) -> tuple[str, list[tuple[str, str]]]:
     """Content, and (name, arguments) of each call, of a text that comes in one piece."""
-    parser = ToolCallParser(syntax, ["f", "g"], "seed")
+    parser = ToolCallParser(
+        syntax,
+        KnownTools(
+            (
+                "f",
+                "g",
+            )
+        ),
+        "seed",
+    )
     answer = WholeAnswer()
     answer.add([*parser.feed(text), *parser.finish()])
     assert len(answer.calls) == parser.num_calls
@@ -185,13 +194,13 @@ def test_a_good_call_behind_a_bad_one_is_found() -> None:
 
 def events_by_character(syntax: ToolSyntax, text: str) -> list[CallEvent]:
     """What comes of a text a character at a time, without the end."""
-    parser = ToolCallParser(syntax, ["f"], "seed")
+    parser = ToolCallParser(syntax, KnownTools(("f",)), "seed")
     return [event for char in text for event in parser.feed(char)]
 
 
 def test_arguments_stream_as_they_come() -> None:
     """SPEC D7: the name once, then fragments, each at the character that makes it safe."""
-    parser = ToolCallParser(HERMES, ["f"], "seed")
+    parser = ToolCallParser(HERMES, KnownTools(("f",)), "seed")
     assert parser.feed('<tool_call>\n{"name": "f", "arguments"') == []
     assert parser.feed(': {"ci') == [CallBegan(0, call_id("seed", 0, 0), "f"), CallArguments(0, '{"ci')]
     assert parser.feed('ty": "Bo') == [CallArguments(0, 'ty": "Bo')]
@@ -202,7 +211,7 @@ def test_arguments_stream_as_they_come() -> None:
 
 def test_text_that_may_begin_a_tag_is_held_and_flushed() -> None:
     """SPEC D7: held while partial, not a character more, and delivered at the end."""
-    parser = ToolCallParser(HERMES, ["f"], "seed")
+    parser = ToolCallParser(HERMES, KnownTools(("f",)), "seed")
     assert parser.feed("a <tool") == ["a"]
     assert parser.feed("s> b") == [" <tools> b"]
     assert parser.feed(" <") == []
@@ -219,7 +228,7 @@ def test_plain_json_is_let_go_as_soon_as_it_cannot_be_a_call() -> None:
 def test_a_call_that_the_text_ends_within_is_said_to_be_cut() -> None:
     """SPEC D7: a stream has shown its beginning, and a whole answer shows no more and no less."""
     text = '<tool_call>{"name": "f", "arguments": {"a": '
-    parser = ToolCallParser(HERMES, ["f"], "seed")
+    parser = ToolCallParser(HERMES, KnownTools(("f",)), "seed")
     assert [type(event) for event in parser.feed(text)] == [CallBegan, CallArguments]
     assert parser.finish() == [CallCut(0, text)]
     assert parser.num_calls == 0
@@ -228,7 +237,7 @@ def test_a_call_that_the_text_ends_within_is_said_to_be_cut() -> None:
 def test_what_breaks_within_a_text_is_said_to_be_no_call() -> None:
     """SPEC D7: a whole answer shows its text as content."""
     text = '<tool_call>{"name": "f", "arguments": {"a": '
-    parser = ToolCallParser(HERMES, ["f"], "seed")
+    parser = ToolCallParser(HERMES, KnownTools(("f",)), "seed")
     assert parser.feed(f"{text}]")[2:] == [CallBroken(0, text), "]"]
 
 

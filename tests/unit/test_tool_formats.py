@@ -11,7 +11,7 @@ from stoker.chat.answer import AnswerReader, WholeAnswer
 from stoker.chat.answer_events import CallArguments, CallBegan, CallEnded
 from stoker.chat.conversation import NO_TOOLS, ToolOffer, prepared_turn
 from stoker.chat.template import ChatTemplate
-from stoker.chat.tools.calls import ToolCallParser
+from stoker.chat.tools.calls import KnownTools, ToolCallParser
 from stoker.chat.tools.constraints import forced_calls
 from stoker.chat.tools.formats.hermes import GENERIC_FORMAT, HERMES_FORMAT
 from stoker.chat.tools.formats.llama import LLAMA3_FORMAT
@@ -449,6 +449,14 @@ def test_a_call_cannot_be_required_where_every_tool_is_left_out() -> None:
     assert offer_of_functions(HOSTED[2:], "none").left_out == ()
 
 
+def allowing(mode: str, *names: Any) -> dict[str, Any]:
+    """A choice that allows tools of these names; what is no text stands there by itself."""
+    tools = [
+        {"type": "function", "function": {"name": name}} if isinstance(name, str) else name for name in names
+    ]
+    return {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": tools}}
+
+
 def test_a_schema_at_its_bounds_is_taken() -> None:
     """SPEC S4: the bound itself is allowed."""
     assert checked_tools([declared(name="a" * MAX_NAME_CHARS)])
@@ -464,10 +472,13 @@ def test_a_schema_at_its_bounds_is_taken() -> None:
         ("none", ToolChoice(ChoiceMode.NONE)),
         ("required", ToolChoice(ChoiceMode.REQUIRED)),
         ({"type": "function", "function": {"name": "clock"}}, ToolChoice(ChoiceMode.NAMED, "clock")),
+        (allowing("auto", "clock"), ToolChoice(allowed=("clock",))),
+        (allowing("required", "clock", "clock"), ToolChoice(ChoiceMode.REQUIRED, allowed=("clock",))),
+        (allowing("none", "clock"), ToolChoice(ChoiceMode.NONE, allowed=("clock",))),
     ],
 )
 def test_every_form_of_the_choice_is_read(given: Any, choice: ToolChoice) -> None:
-    """SPEC D7: auto, none, required, named."""
+    """SPEC D7: auto, none, required, named, and each of the first three for some of the tools."""
     assert checked_choice(given, [WEATHER, CLOCK]) == choice
 
 
@@ -481,7 +492,7 @@ def test_every_form_of_the_choice_is_read(given: Any, choice: ToolChoice) -> Non
         {"type": "function"},
         {"type": "function", "function": {"name": "other"}},
         {"type": "function", "function": {"name": 7}},
-        {"type": "allowed_tools", "tools": []},
+        {"type": "other"},
     ],
 )
 def test_a_choice_that_cannot_be_is_refused(given: Any) -> None:
@@ -489,6 +500,37 @@ def test_a_choice_that_cannot_be_is_refused(given: Any) -> None:
     with pytest.raises((InvalidRequestError, UnsupportedError)) as caught:
         checked_choice(given, [WEATHER, CLOCK])
     assert caught.value.param == "tool_choice"
+
+
+@pytest.mark.parametrize(
+    ("given", "param", "told"),
+    [
+        ({"type": "allowed_tools", "tools": []}, "", "is not an object"),
+        (allowing("auto"), ".tools", f"1 to {MAX_TOOLS} tools"),
+        (allowing("auto", *(["clock"] * (MAX_TOOLS + 1))), ".tools", f"1 to {MAX_TOOLS} tools"),
+        (allowing("any", "clock"), ".mode", "auto, none, required"),
+        (allowing("auto", "clock", "other"), "", "'other', which is none of the tools"),
+        (allowing("auto", "clock", 7), ".tools.1", "is not of the form"),
+        (allowing("auto", 7), ".tools.0", "is not of the form"),
+    ],
+)
+def test_tools_that_cannot_be_allowed_are_refused(given: Any, param: str, told: str) -> None:
+    """SPEC S3: each names its place."""
+    with pytest.raises(InvalidRequestError, match=told) as caught:
+        checked_choice(given, [WEATHER, CLOCK])
+    assert caught.value.param == f"tool_choice.allowed_tools{param}"
+
+
+def test_allowing_a_tool_that_is_left_out_allows_nothing() -> None:
+    """SPEC S3: the model is not told of it; beside a function it is passed over, alone it is refused."""
+    search = {"type": "mcp"}
+    one, alone = allowing("auto", "exec"), allowing("auto")
+    for choice in (one, alone):
+        choice["allowed_tools"]["tools"].append(search)
+    left_out = offer_of_functions(HOSTED).left_out
+    assert checked_choice(one, [Tool("exec")], left_out).allowed == ("exec",)
+    with pytest.raises(UnsupportedError, match="holds no function"):
+        checked_choice(alone, [Tool("exec")], left_out)
 
 
 def test_a_call_cannot_be_required_without_tools() -> None:
@@ -544,7 +586,16 @@ def test_a_forced_answer_is_calls_that_the_parser_reads_back(syntax: Any) -> Non
         (FORCED_TWICE[syntax.name], ["weather", "clock"]),
     ):
         assert follows(source, text) == (True, True)
-        parser = ToolCallParser(syntax.syntax, ["weather", "clock"], "seed")
+        parser = ToolCallParser(
+            syntax.syntax,
+            KnownTools(
+                (
+                    "weather",
+                    "clock",
+                )
+            ),
+            "seed",
+        )
         events = parser.feed(text) + parser.finish()
         assert [event.name for event in events if isinstance(event, CallBegan)] == names
         assert sum(isinstance(event, CallEnded) for event in events) == len(names)
@@ -567,6 +618,41 @@ def test_a_forced_answer_is_nothing_else(syntax: Any) -> None:
         text + "!",
     ):
         assert not follows(source, wrong)[0], wrong
+
+
+@every_syntax
+@pytest.mark.parametrize("size", [1, 1000])
+def test_a_call_of_a_tool_that_is_not_allowed_is_text(syntax: Any, size: int) -> None:
+    """SPEC D7: a model that calls it nevertheless has said something; calls before it stay calls."""
+    for text, refused, names in (
+        (FORCED[syntax.name], "weather", []),
+        (FORCED_TWICE[syntax.name], "clock", ["weather"]),
+    ):
+        allowed = [name for name in ("weather", "clock") if name != refused]
+        parser = ToolCallParser(syntax.syntax, KnownTools(tuple(allowed), (refused,)), "seed")
+        events = [event for at in range(0, len(text), size) for event in parser.feed(text[at : at + size])]
+        events += parser.finish()
+        assert [event.name for event in events if isinstance(event, CallBegan)] == names
+        assert parser.num_calls == len(names)
+        assert refused in "".join(event for event in events if isinstance(event, str))
+
+
+def test_the_prompt_is_the_same_whichever_tools_are_allowed() -> None:
+    """SPEC D7: so that what was computed of it holds for the next choice; a forced call is of those alone."""
+    turns = [
+        prepared_turn([USER], QWEN, ToolOffer((WEATHER, CLOCK), ToolChoice(mode, allowed=allowed)))
+        for mode, allowed in (
+            (ChoiceMode.AUTO, ()),
+            (ChoiceMode.AUTO, ("clock",)),
+            (ChoiceMode.REQUIRED, ("clock",)),
+        )
+    ]
+    assert len({str((turn.messages, turn.tools)) for turn in turns}) == 1
+    forms = [turn.form("") for turn in turns]
+    assert [form.names for form in forms] == [("weather", "clock"), ("clock",), ("clock",)]
+    assert [form.refused for form in forms] == [(), ("weather",), ("weather",)]
+    assert turns[0].constraint is turns[1].constraint is None
+    assert turns[2].constraint == forced_calls(HERMES_FORMAT, [CLOCK], REQUIRED)
 
 
 @every_syntax
@@ -622,7 +708,7 @@ def test_one_call_at_most_ends_the_answer_behind_it() -> None:
     offer = ToolOffer((WEATHER,), max_calls=1)
     (stop,) = set(prepared_turn([USER], QWEN, offer).stops) - TURN_ENDS
     text = FORCED["hermes"].partition(stop)[0]
-    parser = ToolCallParser(HERMES_FORMAT.syntax, ["weather"], "seed")
+    parser = ToolCallParser(HERMES_FORMAT.syntax, KnownTools(("weather",)), "seed")
     assert isinstance((parser.feed(text) + parser.finish())[-1], CallEnded)
     for template, given in ((QWEN, ToolOffer((WEATHER,))), (LLAMA, offer)):
         assert set(prepared_turn([USER], template, given).stops) <= TURN_ENDS

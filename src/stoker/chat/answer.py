@@ -19,7 +19,7 @@ from stoker.chat.answer_events import (
     Reasoning,
 )
 from stoker.chat.reasoning import ReasoningSplitter, ReasoningTags
-from stoker.chat.tools.calls import ToolCallParser
+from stoker.chat.tools.calls import KnownTools, ToolCallParser
 from stoker.chat.tools.channels import ChannelReader
 from stoker.chat.tools.syntax import ToolSyntax
 
@@ -35,6 +35,7 @@ class AnswerForm:
         is_reasoning: the text begins inside reasoning.
         texts: of each tool the arguments that may be text, with the other JSON types that each may have;
             empty where a call tells by itself.
+        refused: names of the tools that it is told of and may not call; such a call is text.
     """
 
     syntax: ToolSyntax | None = None
@@ -42,6 +43,7 @@ class AnswerForm:
     tags: ReasoningTags | None = None
     is_reasoning: bool = False
     texts: Mapping[str, dict[str, tuple[str, ...]]] = field(default_factory=dict)
+    refused: tuple[str, ...] = ()
 
 
 class AnswerReader:
@@ -59,12 +61,13 @@ class AnswerReader:
         self._splitter = None
         if tags is not None and tags.final:
             names = form.names if syntax else None
-            self._parser = ChannelReader(names, seed, choice, is_open=form.is_reasoning)
+            self._parser = ChannelReader(names, seed, choice, is_open=form.is_reasoning, refused=form.refused)
             return
         if tags is not None:
             self._splitter = ReasoningSplitter(tags, is_open=form.is_reasoning)
         if syntax is not None:
-            self._parser = ToolCallParser(syntax, form.names, seed, choice, form.texts)
+            tools = KnownTools(form.names, form.refused, form.texts)
+            self._parser = ToolCallParser(syntax, tools, seed, choice)
 
     def __repr__(self) -> str:
         return f"AnswerReader({self._splitter!r}, {self._parser!r})"

@@ -276,7 +276,13 @@ def prepared_turn(
         stops=(*ends, *([stop] if stop else ())),
         control_tokens=tuple(spelled),
         num_spelled=given.num_spelled,
-        _form=AnswerForm(syntax if tools else None, tuple(tool.name for tool in tools), tags, texts=texts),
+        _form=AnswerForm(
+            syntax if tools else None,
+            tuple(tool.name for tool in tools if offer.choice.allows(tool.name)),
+            tags,
+            texts=texts,
+            refused=tuple(tool.name for tool in tools if not offer.choice.allows(tool.name)),
+        ),
         _continuation=continuation,
     )
 

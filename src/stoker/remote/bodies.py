@@ -212,6 +212,13 @@ def offer_body(offer: ToolOffer) -> dict[str, Any]:
         return style
     choice: Any = offer.choice.mode
     if offer.choice.name:
-        choice = {"type": "function", "function": {"name": offer.choice.name}}
+        choice = _function_named(offer.choice.name)
+    elif offer.choice.allowed:
+        allowed = {"mode": choice, "tools": [_function_named(name) for name in offer.choice.allowed]}
+        choice = {"type": "allowed_tools", "allowed_tools": allowed}
     tools = [one.to_template() for one in offer.tools]
     return {"tools": tools, "tool_choice": choice, "parallel_tool_calls": offer.max_calls > 1} | style
+
+
+def _function_named(name: str) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": name}}

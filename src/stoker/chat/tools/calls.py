@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from enum import Enum, auto
 from functools import lru_cache
 
@@ -68,19 +68,19 @@ class _Reading:
         opening: where it begins.
         lead: text before the opener that goes with it.
         syntax: how the model writes calls.
-        texts: of each tool the arguments that may be text.
+        tools: that the model is told of.
 
     Attributes:
         call: the call being read, or the last one.
     """
 
-    def __init__(self, opening: _Opening, lead: str, syntax: ToolSyntax, texts: Mapping[str, Texts]) -> None:
+    def __init__(self, opening: _Opening, lead: str, syntax: ToolSyntax, tools: KnownTools) -> None:
         self.call: CallText = CallObject()
         self._source = [lead, opening.opener]
         self._names = opening.names
         self._closers = opening.closers
         self._syntax = syntax
-        self._texts = texts
+        self._tools = tools
         self._is_section = bool(syntax.call_opener) and opening.opener != syntax.call_opener
         is_call = bool(syntax.call_opener) and not self._is_section
         self._place = _Inside.ITEM if is_call else _Inside.HEAD
@@ -150,17 +150,18 @@ class _Reading:
         if syntax.body is CallBody.MARKED:
             return MarkedCall(syntax.marker, syntax.name_prefix)
         if syntax.body is CallBody.TAGGED and syntax.tags is not None and char not in "{[":
-            return TaggedCall(syntax.tags, self._texts)
+            return TaggedCall(syntax.tags, self._tools.texts)
         if syntax.body is CallBody.LITERAL and char not in "{[":
             return LiteralCall(self._names, syntax.quote)
         return CallObject(self._names)
 
     def _in_call(self, char: str) -> _Channel:
         step = self.call.push(char)
+        is_named = self.call.has_begun or step is not Step.MORE
+        if step is Step.WRONG or (is_named and self.call.name in self._tools.refused):
+            return _Channel.BROKEN
         if step is Step.MORE:
             return _Channel.MORE
-        if step is Step.WRONG:
-            return _Channel.BROKEN
         self._place = _Inside.TAIL
         self._source.clear()
         return _Channel.ENDED if step is Step.LAST else _Channel.ENDED_BEFORE
@@ -208,32 +209,39 @@ class _Opening:
     names: frozenset[str] | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class KnownTools:
+    """The tools that a model is told of.
+
+    Attributes:
+        names: of those it may call; a call without its opener has to name one of them.
+        refused: names of those it may not call; such a call is text.
+        texts: of each tool the arguments that may be text, as `call_tags.texts_of` finds them.
+    """
+
+    names: tuple[str, ...] = ()
+    refused: tuple[str, ...] = ()
+    texts: Mapping[str, Texts] = field(default_factory=dict)
+
+
 class ToolCallParser:
     """Splits one choice's text into content and calls.
 
     Args:
         syntax: how the model writes calls.
-        names: of the tools it may call; a call without its opener has to name one of them.
+        tools: that it is told of.
         seed: what the ids are made from, such as the answer's id.
         choice: index of the choice, for the ids.
-        texts: of each tool the arguments that may be text, as `call_tags.texts_of` finds them.
     """
 
-    def __init__(
-        self,
-        syntax: ToolSyntax,
-        names: Iterable[str],
-        seed: str,
-        choice: int = 0,
-        texts: Mapping[str, Texts] | None = None,
-    ) -> None:
+    def __init__(self, syntax: ToolSyntax, tools: KnownTools, seed: str, choice: int = 0) -> None:
         self.num_calls = 0
         """Calls that are whole."""
         self._syntax = syntax
-        self._names = frozenset(names)
+        self._tools = tools
+        self._names = frozenset(tools.names)
         self._seed = seed
         self._choice = choice
-        self._texts = texts or {}
         self._space: list[str] = []  # white space, or a gap, before what may follow
         self._held = ""  # what may begin a call, behind that
         self._reading: _Reading | None = None
@@ -288,7 +296,7 @@ class ToolCallParser:
             self._held = bare[end:]
             return ""
         self._deliver(bare[: found.at])
-        self._reading = _Reading(found, self._taken_space(), self._syntax, self._texts)
+        self._reading = _Reading(found, self._taken_space(), self._syntax, self._tools)
         return bare[found.at + len(found.opener) :]
 
     def _opening(self, text: str) -> _Opening | None:

@@ -58,14 +58,22 @@ class ChannelReader:
         seed: what the ids of calls are made from, such as the answer's id.
         choice: index of the choice, for the ids.
         is_open: the prompt ends inside reasoning.
+        refused: of the tools that it knows and may not call; such a call is text.
     """
 
     def __init__(
-        self, names: Iterable[str] | None, seed: str, choice: int = 0, *, is_open: bool = False
+        self,
+        names: Iterable[str] | None,
+        seed: str,
+        choice: int = 0,
+        *,
+        is_open: bool = False,
+        refused: Iterable[str] = (),
     ) -> None:
         self.num_calls = 0
         """Calls that are whole."""
         self._names = None if names is None else frozenset(names)
+        self._refused = frozenset(refused)
         self._seed = seed
         self._choice = choice
         self._kind = _Kind.REASONING if is_open else _Kind.START
@@ -137,7 +145,9 @@ class ChannelReader:
         recipient, channel = _RECIPIENT.search(header), _CHANNEL.search(header)
         name = recipient[1].removeprefix(_FUNCTIONS) if recipient else ""
         is_function = recipient is not None and (name != recipient[1] or name in (self._names or ()))
-        if self._names is not None and is_function and CALL_NAME.fullmatch(name):
+        if self._names is None or name in self._refused:
+            is_function = False
+        if is_function and CALL_NAME.fullmatch(name):
             self._kind, self._name, self._scanner = _Kind.CALL, name, None
             self._source = [header, _MESSAGE]
         else:

@@ -43,7 +43,8 @@ def forced_calls(
     Args:
         style: how the model writes calls.
         tools: at least one.
-        choice: required: one call or more of any of the tools; named: exactly one of that tool.
+        choice: required: one call or more of any of the tools that it allows; named: exactly one of that
+            tool.
         max_calls: how many calls at most; 1: exactly one.
 
     Raises:
@@ -52,6 +53,7 @@ def forced_calls(
     assert choice.is_forced, f"{choice} forces nothing"
     if choice.mode is ChoiceMode.NAMED:
         tools, max_calls = [tool for tool in tools if tool.name == choice.name], 1
+    tools = [tool for tool in tools if choice.allows(tool.name)]
     assert tools, f"{choice} has no tool to call"
     form = style.forced
     rules = [f"start: {_literal(form.before)}calls{_literal(form.after, is_last=True)}".rstrip()]

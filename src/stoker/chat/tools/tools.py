@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
@@ -27,6 +27,8 @@ MAX_SCHEMA_DEPTH = 32
 
 _NAME = re.compile(rf"[A-Za-z0-9_.:-]{{1,{MAX_NAME_CHARS}}}")
 _SHOWN_CHARS = 40  # of what a caller wrote, in errors and headers
+_ALLOWED = "tool_choice.allowed_tools"
+_ALLOWED_MODES = ("auto", "none", "required")
 _NO_PARAMETERS = {"type": "object", "properties": {}}
 
 
@@ -41,15 +43,26 @@ class ChoiceMode(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class ToolChoice:
-    """`tool_choice`; `name` is the tool's where the mode is named."""
+    """`tool_choice`.
+
+    Attributes:
+        mode: whether the model calls tools.
+        name: of the tool that it has to call, where the mode is named.
+        allowed: names of the tools that it may call, of all that it is told of; empty: every one.
+    """
 
     mode: ChoiceMode = ChoiceMode.AUTO
     name: str = ""
+    allowed: tuple[str, ...] = ()
 
     @property
     def is_forced(self) -> bool:
         """Whether the answer has to be a call."""
         return self.mode in {ChoiceMode.REQUIRED, ChoiceMode.NAMED}
+
+    def allows(self, name: str) -> bool:
+        """Whether the tool of that name may be called."""
+        return not self.allowed or name in self.allowed
 
 
 AUTO = ToolChoice()
@@ -153,6 +166,9 @@ def checked_choice(given: Any, tools: Sequence[Tool], left_out: Sequence[LeftOut
         raise InvalidRequestError(
             f"tool_choice names {choice.name[:80]!r}, which is none of the tools", param="tool_choice"
         )
+    if strange := sorted(set(choice.allowed).difference(tool.name for tool in tools)):
+        text = f"{_ALLOWED} names {strange[0][:80]!r}, which is none of the tools"
+        raise InvalidRequestError(text, param=_ALLOWED)
     return choice
 
 
@@ -168,14 +184,51 @@ def _choice(given: Any, left_out: Sequence[LeftOut]) -> ToolChoice:
         if kind == "function" and isinstance(name, str):
             _refuse_left_out(name, left_out)
             return ToolChoice(ChoiceMode.NAMED, name)
+        if kind == "allowed_tools":
+            return _allowed_tools(given, left_out)
         if isinstance(kind, str) and kind != "function":
             raise UnsupportedError(
                 f"tool_choice of type {kind[:_SHOWN_CHARS]!r} is not supported", param="tool_choice"
             )
     raise InvalidRequestError(
-        'tool_choice is "auto", "none", "required" or {"type": "function", "function": {"name": ...}}',
+        'tool_choice is "auto", "none", "required", {"type": "function", "function": {"name": ...}} or'
+        ' {"type": "allowed_tools", "allowed_tools": {"mode": ..., "tools": [...]}}',
         param="tool_choice",
     )
+
+
+def _allowed_tools(choice: Mapping[str, Any], left_out: Sequence[LeftOut]) -> ToolChoice:
+    """A mode, and the tools it holds for; of those that are no functions the model is not told anyway."""
+    given = choice.get("allowed_tools")
+    if not isinstance(given, Mapping):
+        raise InvalidRequestError(f"{_ALLOWED} is not an object", param=_ALLOWED)
+    mode, tools = given.get("mode"), given.get("tools")
+    if mode not in _ALLOWED_MODES:
+        text = f"{_ALLOWED}.mode is {', '.join(_ALLOWED_MODES)}"
+        raise InvalidRequestError(text, param=f"{_ALLOWED}.mode")
+    if not isinstance(tools, Sequence) or isinstance(tools, str) or not tools or len(tools) > MAX_TOOLS:
+        text = f"{_ALLOWED}.tools is not a list of 1 to {MAX_TOOLS} tools"
+        raise InvalidRequestError(text, param=f"{_ALLOWED}.tools")
+    kinds = {one.kind for one in left_out}
+    names = [_allowed_name(tool, f"{_ALLOWED}.tools.{index}", kinds) for index, tool in enumerate(tools)]
+    allowed = tuple(dict.fromkeys(name for name in names if name is not None))
+    if not allowed:
+        text = f"{_ALLOWED}.tools holds no function, and no other tool is served"
+        raise UnsupportedError(text, param=f"{_ALLOWED}.tools")
+    return ToolChoice(ChoiceMode(mode), allowed=allowed)
+
+
+def _allowed_name(tool: Any, where: str, left_out: Collection[str]) -> str | None:
+    """The name of a function that may be called; None: it is a tool that the model is not told of."""
+    kind = tool.get("type") if isinstance(tool, Mapping) else None
+    function = tool.get("function") if kind == "function" else None
+    name = function.get("name") if isinstance(function, Mapping) else None
+    if isinstance(name, str):
+        return name
+    if isinstance(kind, str) and kind in left_out:
+        return None
+    text = f'{where} is not of the form {{"type": "function", "function": {{"name": ...}}}}'
+    raise InvalidRequestError(text, param=where)
 
 
 def _refuse_left_out(name: str, left_out: Sequence[LeftOut]) -> None:

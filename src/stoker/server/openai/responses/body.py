@@ -115,6 +115,7 @@ class ResponsesRequest(ThinkingFields, GenerationFields):
         origins = OriginRules({"messages": "input", "prompt": "input", "context_shift": "truncation"})
         origins.add("max_completion_tokens", _LIMIT)
         origins.add("max_tokens", _LIMIT)
+        origins.add("tool_choice.allowed_tools", "tool_choice")
         given = {
             "messages": self._messages(earlier, origins),
             "max_completion_tokens": self.max_output_tokens,
@@ -204,10 +205,7 @@ class ResponsesRequest(ThinkingFields, GenerationFields):
     def _tools(self, origins: OriginRules) -> list[dict[str, Any]]:
         """The functions in the chat completions' form, those of namespaces too; other tools as they are."""
         tools: list[dict[str, Any]] = []
-        allowed = _allowed(self.tool_choice)
         for where, name, tool in _each_tool(self.tools or ()):
-            if allowed is not None and name not in allowed:
-                continue
             place = f"tools.{len(tools)}"
             origins.add(place, where)
             origins.add(f"{place}.function", where)
@@ -317,19 +315,20 @@ def _whole_tool(tool: Mapping[str, Any]) -> dict[str, Any]:
     return {"description": None, "parameters": None, "strict": False, **tool}
 
 
-def _allowed(choice: Any) -> frozenset[Any] | None:
-    """Names of the tools that may be called; None: all of them. Raises InvalidRequestError."""
-    if not isinstance(choice, Mapping) or choice.get("type") != "allowed_tools":
-        return None
-    tools = choice.get("tools")
-    if not isinstance(tools, list) or not tools or not all(isinstance(one, Mapping) for one in tools):
-        raise InvalidRequestError("tool_choice.tools is not a list of tools", param="tool_choice.tools")
-    return frozenset(str(_choice({"type": "function", **one})["function"]["name"]) for one in tools)
-
-
 def _choice(given: Any) -> Any:
-    if isinstance(given, Mapping) and given.get("type") == "allowed_tools":
-        return given.get("mode") or "auto"
+    """The choice in the chat completions' form."""
+    if not isinstance(given, Mapping):
+        return given
+    if given.get("type") == "allowed_tools":
+        tools = given.get("tools")
+        named = [_named_tool(one) for one in tools] if isinstance(tools, list) else tools
+        allowed = {"mode": given.get("mode") or "auto", "tools": named}
+        return {"type": "allowed_tools", "allowed_tools": allowed}
+    return _named_tool(given)
+
+
+def _named_tool(given: Any) -> Any:
+    """A function by its name, with that of its namespace; what is none stays what it is."""
     if not isinstance(given, Mapping) or given.get("type") != "function":
         return given
     name, namespace = given.get("name"), given.get("namespace")

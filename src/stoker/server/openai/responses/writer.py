@@ -46,6 +46,8 @@ _INCOMPLETE = {
 }
 
 
+BROKEN_CALL = "incomplete_function_call"
+"""Why a response is incomplete whose model ended its text within a call, or wrote none that can be read."""
 REASONING_EVENT = "reasoning_text"
 """As OpenAI and its clients name the events of reasoning."""
 _PROGRESS_EVENT = f"stoker:{PROGRESS_EVENT}"
@@ -93,6 +95,7 @@ class ResponseBuilder:
         self._sequence = 0
         self._open: Json | None = None  # the item being written, the last of the output
         self._status = "in_progress"
+        self._has_broken_call = False
         self._reason: str | None = None
         self._error: Json | None = None
         self._usage: Json | None = None
@@ -124,6 +127,7 @@ class ResponseBuilder:
                 case CallEnded():
                     written += self._close("completed")
                 case CallBroken() | CallCut():
+                    self._has_broken_call = True
                     written += self._close("incomplete")
         return written
 
@@ -136,6 +140,8 @@ class ResponseBuilder:
     def end(self, reading: AnswerReading) -> list[Json]:
         """The last events."""
         self._reason = None if reading.reason is None else _INCOMPLETE.get(reading.reason)
+        if self._reason is None and self._has_broken_call:
+            self._reason = BROKEN_CALL
         self._status = "incomplete" if self._reason else "completed"
         self._completed_s = None if self._reason else int(self._clock())
         self._usage = usage_fields(reading.usage, reading.num_reasoning_tokens)
