@@ -198,4 +198,40 @@ def test_only_the_system_turns_that_are_refused_are_moved() -> None:
 def test_what_a_template_refuses_in_any_form_is_refused_in_its_own_words() -> None:
     """The error of the conversation as it was given."""
     with pytest.raises(InvalidRequestError, match="roles must alternate"):
-        laid_out(MISTRAL, [SYSTEM, *ASKED, *ASKED])
+        laid_out(MISTRAL, [{"role": "assistant", "content": "Emma"}, *ASKED])
+
+
+BOOK = {"role": "assistant", "content": "Emma"}
+
+
+def test_turns_of_one_role_are_one_where_a_template_wants_them_to_alternate() -> None:
+    """D10: questions and answers in a row, as clients send them after one that failed, become one turn."""
+    asked = {"role": "user", "content": "Best book?\n\nBest book?"}
+    assert laid_out(MISTRAL, [SYSTEM, *ASKED, *ASKED]) == laid_out(MISTRAL, [SYSTEM, asked])
+    answered = {"role": "assistant", "content": "Emma\n\nEmma"}
+    once, twice = [*ASKED, answered, *ASKED], [*ASKED, BOOK, BOOK, *ASKED]
+    assert laid_out(MISTRAL, twice) == laid_out(MISTRAL, once)
+    prompt, _ = laid_out(CHATML, twice)
+    assert prompt.count("Emma<|im_end|>") == 2  # it takes them as they are, so they stay
+
+
+RESULTS = (
+    "{# <tool_call> of tools #}{% set ns = namespace(num=0) %}{% for m in messages %}"
+    "{% if m.role == 'user' or (m.role == 'assistant' and not m.tool_calls) %}"
+    "{% if (m.role == 'user') != (ns.num % 2 == 0) %}{{ raise_exception('roles must alternate') }}{% endif %}"
+    "{% set ns.num = ns.num + 1 %}{% endif %}"
+    "{% if m.content is string %}[{{ m.role }}]{{ m.content }}"
+    "{% else %}[{{ m.role }}]{{ m.content | map(attribute='type') | join(',') }}{% endif %}{% endfor %}"
+)
+
+
+def test_what_a_user_says_behind_a_result_stands_in_it_where_turns_alternate() -> None:
+    """D10: agents send the results of calls and the user's next words together."""
+    call = {"id": "c", "function": {"name": "f", "arguments": "{}"}}
+    called = [*ASKED, {"role": "assistant", "content": "", "tool_calls": [call]}]
+    result = {"role": "tool", "tool_call_id": "c", "content": "sunny"}
+    prompt, _ = laid_out(RESULTS, [*called, result, {"role": "user", "content": "Go on"}])
+    assert prompt == "[user]Best book?[assistant][tool]sunny\n\nGo on"
+    picture = {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}
+    prompt, _ = laid_out(RESULTS, [*called, result, picture])
+    assert prompt == "[user]Best book?[assistant][tool]text,image_url"

@@ -145,7 +145,8 @@ def test_a_caller_cannot_replace_what_the_template_is_given() -> None:
         "{{ ''['__class__'] }}{{ ''|attr('__class__') }}",
         "{{ self.__init__.__globals__ }}",
         "{{ '{0.__class__.__mro__}'.format('') }}",
-        "{{ messages.append(1) }}",
+        "{{ messages.extend([1]) }}",
+        "{{ messages.__setitem__(0, 1) }}",
         "{{ messages[0].update(role='x') }}",
     ],
 )
@@ -206,6 +207,7 @@ def test_a_hostile_template_cannot_compute_without_end(source: str) -> None:
         "{% set n = namespace(x=[1]) %}{% for i in range(1000) %}{% set n.x = [n.x, n.x] %}{% endfor %}"  # noqa: ISC004 - one source
         "{{ n.x | tojson }}",
         "{{ ('a' * 9999 ~ '\\n') * 999 | wordwrap(1) }}",
+        "{% set x = ['a'] %}{% for y in x if x.append(y) %}{% endfor %}",
     ],
 )
 def test_a_hostile_template_is_ended_where_it_takes_too_much(pool: WorkerPool, source: str) -> None:
@@ -213,6 +215,20 @@ def test_a_hostile_template_is_ended_where_it_takes_too_much(pool: WorkerPool, s
     conversation = Conversation(messages=[USER], template=source)
     with pytest.raises((InvalidRequestError, UnsupportedError, WorkLimitError)):
         pool.submit(RenderChat(model="m", conversation=conversation), Layout).result()
+
+
+def test_what_a_template_does_to_a_list_is_gone_with_its_rendering() -> None:
+    """D10: Kimi K2's keep a queue; the next rendering gets messages, tools and arguments as they were."""
+    source = (
+        "{% set queue = [] %}{% for m in messages %}{% set _ = queue.append(m.role) %}{% endfor %}"
+        "{{ queue.pop(0) }}{% set _ = messages.pop() %}{% set _ = messages[0].parts.append('b') %}"
+        "{% set _ = tools.append('t') %}{% set _ = more.append(1) %}"
+        "{{ messages | length }}{{ messages[0].parts | join }}{{ tools | length }}{{ more | length }}"
+    )
+    messages, tools, more = [{**USER, "parts": ["a"]}, USER], [{"name": "f"}], [0]
+    template = ChatTemplate(source)
+    assert [template.render(messages, tools=tools, more=more) for _ in range(2)] == ["user1ab22"] * 2
+    assert (len(messages), messages[0]["parts"], len(tools), more) == (2, ["a"], 1, [0])
 
 
 def test_the_budget_is_per_rendering() -> None:

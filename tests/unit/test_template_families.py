@@ -182,6 +182,15 @@ FAMILIES = {
         "{%- endfor %}]```{%- else %}<|START_OF_TURN_TOKEN|>{{ m.role | upper }}{{ m.content }}{%- endif %}"
         "{%- endfor %}{%- if add_generation_prompt %}<|CHATBOT_TOKEN|>{%- endif %}"
     ),
+    # Ids of calls in a queue: a list in a namespace that grows and shrinks.
+    "kimi": (
+        "{%- set queue = namespace(ids=[]) %}{{ tools | tojson }}{%- for m in messages %}"
+        "{%- for call in m.tool_calls or [] %}{%- set id = 'functions.' ~ call.function.name ~ ':' ~ loop.index0 %}"
+        "{%- set _ = queue.ids.append(id) %}<|tool_call_begin|>{{ id }}<|tool_call_argument_begin|>"
+        "{{ call.function.arguments | tojson }}<|tool_call_end|>{%- endfor %}"
+        "{%- if m.role == 'tool' %}{%- set id = queue.ids.pop(0) %}Result of {{ id }}: {{ m.content }}"
+        "{%- else %}<|im_{{ m.role }}|>{{ m.content }}{%- endif %}<|im_end|>{%- endfor %}"
+    ),
 }
 
 
@@ -213,3 +222,31 @@ def test_a_long_conversation_is_laid_out_within_the_bounds(pool: WorkerPool, fam
     assert (
         "Weather?" in pool.submit(RenderChat(model=family, conversation=conversation), Layout).result().prompt
     )
+
+
+def test_schemas_that_a_template_cannot_write_are_told_in_plainer_words(pool: WorkerPool) -> None:
+    """D10: a union with null recurses for ever in Hermes', a missing description ends Command R's."""
+    parameters = {
+        "type": "object",
+        "properties": {
+            "maybe": {"type": ["null", "integer"], "description": "Or not."},
+            "either": {"anyOf": [{"type": "null"}, {"type": "boolean"}]},
+            "one": {"enum": ["a", "b"]},
+            "many": {"type": "array", "items": {"const": 3}},
+            "nested": {"type": "object", "properties": {"deep": True}},
+        },
+    }
+    template = (
+        "{%- macro kind(spec) %}{%- if spec.type == 'array' %}{{ 'list[' + kind(spec['items']) + ']' }}"
+        "{%- elif spec.type == 'object' %}{{ 'dict[' + kind(spec.additionalProperties) + ']' }}"
+        "{%- elif spec.type in ['string', 'integer', 'boolean'] %}{{ spec.type }}"
+        "{%- else %}{%- for one in spec.type %}{{ kind({'type': one}) }}{%- endfor %}{%- endif %}{%- endmacro %}"
+        "<tool_call>{%- for tool in tools or [] %}{%- for name, spec in tool.function.parameters.properties | items %}"
+        "{{ name + ': ' + kind(spec) + '; ' + spec.description }}|{%- endfor %}{%- endfor %}"
+        "{%- for m in messages %}{{ m.content }}{%- endfor %}"
+    )
+    tools = [{"type": "function", "function": {"name": "look", "parameters": parameters}}]
+    conversation = Conversation(messages=[TURNS[1]], offer=offer_of(tools), template=template)
+    prompt = pool.submit(RenderChat(model="m", conversation=conversation), Layout).result().prompt
+    told = "maybe: integer; Or not.|either: boolean; |one: string; |many: list[integer]; |nested: dict[string]; |"
+    assert prompt == f"<tool_call>{told}Weather?"

@@ -16,6 +16,7 @@ import contextlib
 import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from stoker.chat.answer import AnswerForm
@@ -31,6 +32,7 @@ from stoker.chat.tools.call_tags import texts_of
 from stoker.chat.tools.constraints import MAX_FORCED_CALLS, forced_calls
 from stoker.chat.tools.formats.table import format_named, format_of
 from stoker.chat.tools.history import TemplateInput, template_input
+from stoker.chat.tools.plain_schema import plain_tools
 from stoker.chat.tools.tools import AUTO, ChoiceMode, LeftOut, Tool, ToolChoice
 from stoker.chat.turn_ends import turn_ends_of
 from stoker.chat.turns import LayOut, accepted, text_of, without_changing_line
@@ -208,7 +210,20 @@ class PreparedTurn:
     _continuation: Continuation | None = None
 
     def prompt(self, lay_out: LayOut) -> str:
-        """The prompt as the template that `lay_out` renders with writes it. Raises InvalidRequestError."""
+        """The prompt as the template that `lay_out` renders with writes it.
+
+        Raises:
+            InvalidRequestError: it takes the conversation in no form, nor tools in plainer words.
+        """
+        try:
+            return self._prompt(lay_out)
+        except InvalidRequestError:
+            if self.tools:
+                with contextlib.suppress(InvalidRequestError):
+                    return self._prompt(partial(lay_out, tools=plain_tools(self.tools)))
+            raise
+
+    def _prompt(self, lay_out: LayOut) -> str:
         if self._continuation is None:
             return accepted(self.messages, lay_out) + self.prefill
         return self._continuation.prompt(self.messages, self._form.tags, lay_out) + self.prefill

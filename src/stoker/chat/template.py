@@ -5,9 +5,9 @@ format that it may not know. The tokenizer makes tokens of the text; a rendered 
 special tokens. Which forms of a conversation are tried is `turns`' business.
 
 A template arrives inside a model file, so it is foreign code. `TemplateEnvironment` is the Jinja sandbox:
-what such code may reach (no private attributes, no mutation, nothing of this program) and how many loop
-turns it may take. The worker process that it runs in bounds what one call of a built-in costs in time and
-memory.
+what such code may reach (no private attributes, nothing of this program, no mutation but of lists, which its
+rendering alone has) and how many loop turns it may take. The worker process that it runs in bounds what one
+call of a built-in costs in time and memory.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from functools import cached_property, lru_cache
 from types import GeneratorType
 from typing import TYPE_CHECKING, Any, Never
 
+import msgspec
 from jinja2 import TemplateError, TemplateSyntaxError, nodes, pass_context
 from jinja2.exceptions import SecurityError
 from jinja2.ext import Extension, loopcontrols
@@ -39,6 +40,8 @@ MAX_PROMPT_CHARS = 32 * 1024**2  # as many as the largest request body has
 MAX_TURNS = 200_000  # loop turns and macro calls of one rendering: under a second
 
 _BUDGET = "stoker budget"  # not an identifier, so no template can name it
+_LIST_METHODS = frozenset({"append", "pop"})
+"""Those of Kimi K2 keep a queue of ids. Turns and the worker bound it, as all else."""
 _JSON_OPTIONS = ("indent", "separators", "sort_keys", "ensure_ascii")
 
 
@@ -81,6 +84,12 @@ class TemplateEnvironment(ImmutableSandboxedEnvironment):
         """Called at the start of every loop turn and macro call."""
         context.parent[_BUDGET].spend()
         return ""
+
+    def is_safe_attribute(self, obj: Any, attr: str, value: Any) -> bool:
+        """As the sandbox has it; a list may grow and shrink, as no rendering gets one that another sees."""
+        return (isinstance(obj, list) and attr in _LIST_METHODS) or super().is_safe_attribute(
+            obj, attr, value
+        )
 
     def unsafe_undefined(self, obj: Any, attribute: str) -> Never:
         """Refuse at the first touch instead of handing out an undefined value."""
@@ -172,11 +181,11 @@ class ChatTemplate:
                 message is kept.
             UnsupportedError: the template itself is broken, so this model cannot chat.
         """
-        variables = {
+        variables = {  # lists and dicts are copied: this rendering may change its lists
             "add_generation_prompt": True,
-            **_checked_extra(extra),
-            "messages": _checked_messages(messages),
-            "tools": list(tools) if tools else None,
+            **msgspec.to_builtins(_checked_extra(extra)),
+            "messages": msgspec.to_builtins(_checked_messages(messages)),
+            "tools": msgspec.to_builtins(tools) if tools else None,
             "bos_token": self._bos_text,
             "eos_token": self._eos_text,
         }

@@ -3,8 +3,10 @@
 A line that coding agents change with every request is taken out before.
 
 Gemma's and Mistral's first templates know no system turn, others none but the first: their text becomes part
-of the user's next turn. Which form a template takes is found by rendering it, which is `template`'s: the
-client imports this module and not that one, whose library takes memory where nothing is rendered.
+of the user's next turn. Where turns have to alternate, neighbours of one role become one turn, and what a
+user says behind the result of a call, as agents do, becomes part of that result. Which form a template takes
+is found by rendering it, which is `template`'s: the client imports this module and not that one, whose
+library takes memory where nothing is rendered.
 """
 
 from __future__ import annotations
@@ -75,10 +77,20 @@ def accepted(messages: Sequence[Mapping[str, Any]], lay_out: LayOut, **changes: 
     try:
         return lay_out(messages, **changes)
     except InvalidRequestError:
-        for folded in _folded_forms(messages):
+        for form in _other_forms(messages):
             with contextlib.suppress(InvalidRequestError):
-                return lay_out(folded, **changes)
+                return lay_out(form, **changes)
         raise
+
+
+def _other_forms(messages: Sequence[Mapping[str, Any]]) -> Iterator[Sequence[Mapping[str, Any]]]:
+    """Forms of a conversation with the same text, those that change least first."""
+    folded = list(_folded_forms(messages))
+    yield from folded
+    for form in (messages, *folded):
+        joined = _joined(form)
+        if len(joined) < len(form):
+            yield joined
 
 
 def _folded_forms(messages: Sequence[Mapping[str, Any]]) -> Iterator[list[Mapping[str, Any]]]:
@@ -103,6 +115,30 @@ def _folded(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
         else:
             turns.append(message)
     return [*turns, {"role": "user", "content": _behind(told, None)}] if told else turns
+
+
+def _joined(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """Neighbouring turns of one role as one turn, and what a user says behind a result in that result."""
+    turns: list[Mapping[str, Any]] = []
+    for message in messages:
+        before = turns[-1] if turns else {}
+        match before.get("role"), message["role"]:
+            case ("user", "user") | ("assistant", "assistant") if not before.get("tool_calls"):
+                turns[-1] = {**before, **message, "content": _both(before, message)}
+            case ("tool", "user"):
+                turns[-1] = {**before, "content": _both(before, message)}
+            case _:
+                turns.append(message)
+    return turns
+
+
+def _both(before: Mapping[str, Any], message: Mapping[str, Any]) -> Any:
+    """The contents of two turns in one: text, or parts where one has parts."""
+    contents = [turn["content"] for turn in (before, message) if turn.get("content")]
+    if any(isinstance(content, list) for content in contents):
+        texts = ([{"type": "text", "text": one}] if isinstance(one, str) else one for one in contents)
+        return [part for parts in texts for part in parts]
+    return "\n\n".join(contents)
 
 
 def _behind(told: Sequence[str], content: Any) -> Any:
