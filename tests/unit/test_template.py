@@ -222,13 +222,13 @@ def test_what_a_template_does_to_a_list_is_gone_with_its_rendering() -> None:
     source = (
         "{% set queue = [] %}{% for m in messages %}{% set _ = queue.append(m.role) %}{% endfor %}"
         "{{ queue.pop(0) }}{% set _ = messages.pop() %}{% set _ = messages[0].parts.append('b') %}"
-        "{% set _ = tools.append('t') %}{% set _ = more.append(1) %}"
-        "{{ messages | length }}{{ messages[0].parts | join }}{{ tools | length }}{{ more | length }}"
+        "{% set _ = tools[0].names.append('t') %}{% set _ = more.append(1) %}"
+        "{{ messages | length }}{{ messages[0].parts | join }}{{ tools[0].names | join }}{{ more | length }}"
     )
-    messages, tools, more = [{**USER, "parts": ["a"]}, USER], [{"name": "f"}], [0]
+    messages, tools, more = [{**USER, "parts": ["a"]}, USER], [{"names": ["s"]}], [0]
     template = ChatTemplate(source)
-    assert [template.render(messages, tools=tools, more=more) for _ in range(2)] == ["user1ab22"] * 2
-    assert (len(messages), messages[0]["parts"], len(tools), more) == (2, ["a"], 1, [0])
+    assert [template.render(messages, tools=tools, more=more) for _ in range(2)] == ["user1abst2"] * 2
+    assert (len(messages), messages[0]["parts"], tools, more) == (2, ["a"], [{"names": ["s"]}], [0])
 
 
 def test_the_budget_is_per_rendering() -> None:
