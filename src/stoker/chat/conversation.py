@@ -31,8 +31,7 @@ from stoker.chat.reasoning import (
 from stoker.chat.tools.call_tags import texts_of
 from stoker.chat.tools.constraints import MAX_FORCED_CALLS, forced_calls
 from stoker.chat.tools.formats.table import format_named, format_of
-from stoker.chat.tools.history import TemplateInput, template_input
-from stoker.chat.tools.plain_schema import plain_tools
+from stoker.chat.tools.history import TemplateInput, plain_tools, template_input
 from stoker.chat.tools.tools import AUTO, ChoiceMode, LeftOut, Tool, ToolChoice
 from stoker.chat.turn_ends import turn_ends_of
 from stoker.chat.turns import LayOut, accepted, text_of, without_changing_line

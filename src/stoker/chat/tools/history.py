@@ -1,7 +1,8 @@
 """A conversation with tools as a chat template expects it (SPEC D7).
 
-Owns what families differ in: arguments as objects, how ids look, one call a turn, and, where a template knows
-no tools, everything told in plain text. Takes OpenAI's form; what the template makes of it is the template's.
+Owns what families differ in: arguments as objects, how ids look, one call a turn, schemas in plainer words,
+and, where a template knows no tools, everything told in plain text. Takes OpenAI's form; what the template
+makes of it is the template's.
 """
 
 from __future__ import annotations
@@ -23,6 +24,16 @@ MAX_CALLS = 128
 _MISTRAL_ID = re.compile(r"[A-Za-z0-9]{9}")
 _MISTRAL_ID_CHARS = 9
 _NO_SYSTEM = re.compile(r"system role (?:is )?not supported", re.IGNORECASE)
+
+_PYTHON_TYPES = {
+    str: "string",
+    bool: "boolean",
+    int: "integer",
+    float: "number",
+    list: "array",
+    dict: "object",
+}
+_TYPES = frozenset(_PYTHON_TYPES.values())
 
 _INTRODUCTION = """\
 # Tools
@@ -234,6 +245,52 @@ def _one_call_a_turn(turns: list[dict[str, Any]]) -> list[dict[str, Any]]:
                 split.append(results[call["id"]])
                 moved.add(call["id"])
     return split
+
+
+# ------------------------------------------------------------ templates that read the plainest schemas
+
+
+def plain_tools(tools: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """The declarations, in OpenAI's form, with one type and a description for each parameter.
+
+    For templates that write a schema as types of Python: they fail where a type or a description is missing,
+    and recurse without end at a union with `null`. The model is told less then than what it is held to:
+    constraints follow the schema as it was given.
+    """
+    return [{**tool, "function": _plain_function(tool["function"])} for tool in tools]
+
+
+def _plain_function(function: Mapping[str, Any]) -> dict[str, Any]:
+    parameters = {"type": "object", "properties": {}, "required": [], **function["parameters"]}
+    parameters["properties"] = _plain_parts(parameters["properties"])
+    return {**function, "parameters": parameters}
+
+
+def _plain_parts(parts: Any) -> dict[str, Any]:
+    return {name: _plain_schema(part) for name, part in parts.items()} if isinstance(parts, Mapping) else {}
+
+
+def _plain_schema(schema: Any) -> dict[str, Any]:
+    if not isinstance(schema, Mapping):  # true and false are schemas
+        return {"type": "string", "description": ""}
+    plain = {"description": "", **schema, "type": _type_of(schema)}
+    if plain["type"] == "array":
+        plain["items"] = _plain_schema(schema.get("items"))
+    elif plain["type"] == "object":
+        plain["properties"] = _plain_parts(schema.get("properties"))
+        plain["additionalProperties"] = _plain_schema(schema.get("additionalProperties"))
+    return plain
+
+
+def _type_of(schema: Mapping[str, Any]) -> str:
+    """The first type besides `null` that a value may have; text where the schema does not say."""
+    named = schema.get("type")
+    names = [*named] if isinstance(named, list) else [named]
+    choices = schema.get("anyOf") or schema.get("oneOf") or ()
+    names += [_type_of(one) for one in choices if isinstance(one, Mapping) and one.get("type") != "null"]
+    values = schema.get("enum") or ([schema["const"]] if "const" in schema else [])
+    names += [_PYTHON_TYPES.get(type(value)) for value in values]
+    return next((name for name in names if name in _TYPES), "string")
 
 
 # ------------------------------------------------------------ templates that know none
