@@ -109,6 +109,11 @@ async def test_models_are_loaded_pinned_and_unloaded_from_the_page(open_page, se
         await server.until(state_of("one", "ready"))
         await row.get_by_role("button", name="Pin").click()
         await server.until(lambda status: any(m["pinned"] for m in status["models"] if m["id"] == "one"))
+        other = page.locator(".models tr", has_text="two")
+        for is_pinned, offered in ((True, "Unpin"), (False, "Pin")):  # by somebody else
+            body = {"model": "two", "pinned": is_pinned}
+            (await server.http.post("/v1/runtime/models/pin", json=body)).raise_for_status()
+            await expect(other.get_by_role("button", name=offered, exact=True)).to_have_count(1)
 
 
 async def test_who_may_not_steer_is_offered_nothing(open_page, serve, tmp_path):

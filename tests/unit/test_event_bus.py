@@ -79,10 +79,11 @@ async def test_every_kind_of_event_has_its_name_and_figures(bus: EventBus) -> No
         bus.machine_moved(HeatMoved(level="serious", sensor="cpu", celsius=95.0))
 
     assert await told(bus, act) == [
-        ("model", {"model": "m", "state": "loading", "stage": "weights", "fraction": 0.5}),
+        ("model", {"what": "moved", "model": "m", "state": "loading", "stage": "weights", "fraction": 0.5}),
         (
             "model",
             {
+                "what": "moved",
                 "model": "m",
                 "state": "failed",
                 "reason": "no",
@@ -245,7 +246,8 @@ async def test_a_runtime_tells_its_whole_story() -> None:
         async def watch() -> None:
             async for event in runtime.events():
                 json.dumps(event.fields)
-                told = event.fields.get("what") or event.fields.get("state") or ""
+                name = "what" if event.event == "request" else "state"
+                told = event.fields.get(name) or ""
                 story.append(f"{event.event} {told}".strip())
                 is_watching.set()
 

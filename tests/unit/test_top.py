@@ -138,6 +138,20 @@ def test_models_engine_and_pressure_follow_their_events() -> None:
     assert "gives up trim_allocator, drop_snapshots" in head
 
 
+def test_how_long_a_model_stays_passes_and_pins_and_uses_follow_their_events() -> None:
+    """O16: from when it was told; what others do to a model is seen without a new snapshot."""
+
+    def stays(**fields) -> str:
+        event = {"event": "model", "what": "changed", "at": AT, "model": "chat", "state": "ready", **fields}
+        lines = shown(view_of({"num_slots": 1, "is_pinned": False, "leases": 0, **event}))
+        return " ".join(next(line for line in lines if line.startswith("chat  ") and "ready" in line).split())
+
+    assert stays(unload_in_s=60.0).endswith("ready 103 MiB for 58 s")
+    assert stays(unload_in_s=1.0).endswith("ready 103 MiB for 0.0 s")
+    assert stays(is_pinned=True).endswith("ready 103 MiB pinned")
+    assert stays(leases=3).endswith("ready 103 MiB 3")
+
+
 def test_names_command_no_terminal() -> None:
     """O16: a name from outside may hold escapes."""
     lines = shown(view_of(snapshot(requests=[row("req-\x1b[2J", "queued")], groups=[])))

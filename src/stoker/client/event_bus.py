@@ -62,7 +62,7 @@ class RuntimeEvent(msgspec.Struct, frozen=True, kw_only=True):
         at: seconds since the epoch.
         fields: what it is about; values that JSON can hold, no text of any request.
         owner: of a request, digest of the API key that it came with; empty: none.
-        owners: of a snapshot, the same by the ids of the requests in it.
+        owners: of a snapshot or a model, the same by the ids of the requests in it.
         id: names it among the events of this program: what came after it can be had.
         data: all but the owners as a JSON document, as operators are sent it; empty: it was not encoded.
     """
@@ -128,7 +128,8 @@ class EventBus:
 
     Attributes:
         on_ended: called with each request and call that has ended, however many are waiting.
-        on_load: called with the fields of each event of a model, at once.
+        on_load: called with what each move of a model says, at once.
+        model_row: the fields of a model beside its move, and the owners of the requests in them.
         on_watch: called with whether anybody subscribes to figures, when that has changed.
         keeps: whether events are published: somebody subscribes, or did.
         has_figures: the engine's are known since somebody subscribes to them.
@@ -146,6 +147,7 @@ class EventBus:
         self._program = secrets.token_hex(4)
         self.on_ended: Callable[[RequestStatus], None] = lambda status: None  # noqa: ARG005 - the hook's
         self.on_load: Callable[[dict[str, Any]], None] = lambda fields: None  # noqa: ARG005 - likewise
+        self.model_row: Callable[[str], tuple[Mapping[str, Any], Mapping[str, str]]] = lambda model: ({}, {})  # noqa: ARG005 - likewise
         self.on_watch: Callable[[bool], None] = lambda is_watched: None  # noqa: ARG005 - the hook's
         self.expects_figures: Callable[[], bool] = lambda: False
         self.keeps = False  # nothing is kept before somebody has subscribed
@@ -246,14 +248,23 @@ class EventBus:
             self._last_snapshot = found
         return found
 
-    def publish(self, event: str, fields: Mapping[str, Any], owner: str = "") -> None:
-        """Give an event to every subscriber, and keep it for those who come back."""
+    def publish(
+        self, event: str, fields: Mapping[str, Any], owner: str = "", owners: Mapping[str, str] | None = None
+    ) -> None:
+        """Give an event to every subscriber, and keep it for those who come back; see `RuntimeEvent`."""
         if not self.keeps:
             return
         self._num_published += 1
         number = self._id(self._num_published)
         published = self._encoded(
-            RuntimeEvent(event=event, at=self._now(), fields=dict(fields), owner=owner, id=number)
+            RuntimeEvent(
+                event=event,
+                at=self._now(),
+                fields=dict(fields),
+                owner=owner,
+                owners=dict(owners or {}),
+                id=number,
+            )
         )
         self._keep(published)
         for subscriber in self._subscribers:
@@ -296,7 +307,7 @@ class EventBus:
         self.publish("engine", {"state": str(state), "reason": why})
 
     def model_moved(self, event: ModelState) -> None:
-        """A model moved: its id, state, and what there is of stage, fraction, reason and error."""
+        """A model moved: its row, with what the move says of stage, fraction, reason and error."""
         fields: dict[str, Any] = {"model": event.model, "state": str(event.state)}
         if event.stage:
             fields |= {"stage": event.stage, "fraction": round(event.fraction, 4)}
@@ -304,7 +315,9 @@ class EventBus:
             fields["reason"] = event.reason
         if event.error:
             fields["error"] = _error_fields(event.error)
-        self.publish("model", fields)
+        if self.keeps:
+            row, owners = self.model_row(event.model)
+            self.publish("model", {"what": "moved", **row, **fields}, owners=owners)
         self.on_load(fields)
         asyncio.get_running_loop().call_soon(self._on_model, event)  # its errors are its own
 

@@ -5,6 +5,7 @@ Owns the shape of these events, which `/v1/runtime` has too. The engine posts th
 
 from __future__ import annotations
 
+import time
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -29,10 +30,12 @@ class EngineFigures:
 
     Attributes:
         models: as the engine knows them, by id; empty: it was not watched yet.
+        models_s: when it said so, in seconds on a monotonic clock.
     """
 
     def __init__(self, bus: EventBus) -> None:
         self.models: dict[str, ModelStatus] = {}
+        self.models_s = 0.0
         self._bus = bus
         self._steps: dict[str, dict[str, Any]] = {}
         self._memory: dict[str, Any] | None = None
@@ -53,6 +56,7 @@ class EngineFigures:
                 self._bus.publish("steps", document)
             case MemoryFigures():
                 self.models = {model.id: model for model in figures.models}
+                self.models_s = time.monotonic()
                 self._memory = memory_document(figures.memory, figures.devices, figures.physical)
                 self._bus.publish("memory", self._memory)
             case CacheFigures():
@@ -61,8 +65,9 @@ class EngineFigures:
                 self._bus.has_figures.set()  # it is the last of the first ones
 
     def engine_gone(self) -> None:
-        """No engine steps any more; what else it said is shown as it was."""
+        """No engine steps or has models any more; what else it said is shown as it was."""
         self._steps.clear()
+        self.models = {}
 
     def steps(self) -> list[dict[str, Any]]:
         """The last of each model that is stepping or was."""

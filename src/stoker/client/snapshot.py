@@ -13,10 +13,10 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
     from stoker.client.figures import EngineFigures
-    from stoker.client.models.registry import ModelRegistry
+    from stoker.client.model_rows import ModelRow
     from stoker.client.requests.history import RequestHistory
     from stoker.client.requests.table import RequestTable
-    from stoker.ipc.status import EngineStatus, ExitStatus, ModelStatus
+    from stoker.ipc.status import EngineStatus, ExitStatus
 
 SCHEMA = 2
 """Changes when a field changes its meaning or goes."""
@@ -32,7 +32,7 @@ class KnownEngine(NamedTuple):
         engine: state, process and threads of the engine.
         last: what the engine said last.
         figures: what it posted last.
-        models: served ones as last heard of, and downloads.
+        models: served ones, and downloads.
         slots: how many each model has that is in memory.
         exits: ends of engines that nobody asked for.
     """
@@ -41,13 +41,13 @@ class KnownEngine(NamedTuple):
     engine: dict[str, Any]
     last: EngineStatus
     figures: EngineFigures
-    models: list[ModelStatus]
+    models: list[ModelRow]
     slots: Mapping[str, int]
     exits: Iterable[ExitStatus]
 
 
 def snapshot_of(
-    known: KnownEngine, table: RequestTable, history: RequestHistory, registry: ModelRegistry
+    known: KnownEngine, table: RequestTable, history: RequestHistory
 ) -> tuple[dict[str, Any], dict[str, str]]:
     """The fields of a snapshot, and the owners of the requests in it by their ids."""
     now, at = time.monotonic(), time.time()
@@ -67,7 +67,7 @@ def snapshot_of(
         + [{**load.as_row(), "group": None} for load in history.loads.rows()],
         "recent": [one.as_row() for one in ended],
         "groups": [one.as_row() for one in groups],
-        "models": [model_document(model, known.figures, registry) for model in known.models],
+        "models": [model.fields for model in known.models],
         "memory": known.figures.memory(known.last),
         "cache": known.figures.cache(known.last),
         "heat": {"level": known.last.memory.heat, "sensor": "", "celsius": None},
@@ -76,26 +76,3 @@ def snapshot_of(
         "may": {"administrate": True},
     }
     return fields, {one.request_id: one.owner for one in (*rows, *groups, *ended) if one.owner}
-
-
-def model_document(heard: ModelStatus, figures: EngineFigures, registry: ModelRegistry) -> dict[str, Any]:
-    """A model as the registry heard of it last, with what the engine alone knows."""
-    known, entry = figures.models.get(heard.id), registry.get(heard.id)
-    is_same = known is not None and known.state == heard.state
-    error = entry.error if entry else None
-    return {
-        "model": heard.id,
-        "state": heard.state,
-        "stage": heard.stage,
-        "fraction": round(heard.fraction, 4),
-        "num_bytes": heard.num_bytes,
-        "reason": heard.reason,
-        "error": {"code": error.code, "message": error.message} if error else None,
-        "is_pinned": heard.is_pinned,
-        "leases": heard.leases,
-        "keep_alive_s": heard.keep_alive_s,
-        "unload_in_s": known.unload_in_s if known is not None and is_same else None,
-        "num_slots": entry.info.num_slots if entry else 0,
-        "bytes": known.bytes if known is not None and is_same else heard.bytes,
-        "label": entry.info.label if entry else "",
-    }

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 from stoker.client.dispatcher import Dispatcher
 from stoker.client.engine_view import EngineView
 from stoker.client.event_bus import EventBus
+from stoker.client.model_rows import ModelRows
 from stoker.client.models.registry import ModelRegistry
 from stoker.client.process.exit import DeviceLosses, EngineExit, OomCounter
 from stoker.client.process.instance import Backoff, EngineInstance, check_period_s
@@ -90,6 +91,7 @@ class EngineSupervisor:
         self.requests = self._dispatcher.requests
         self.loads = self._dispatcher.loads
         self.takeover = self._dispatcher.takeover
+        self._models = ModelRows(self.loads, self.registry, self._table, self._dispatcher.figures, bus)
         self.num_restarts = 0
         self._suspension = Suspension()
         self._backoff = Backoff()
@@ -202,9 +204,9 @@ class EngineSupervisor:
             "threads": last.num_threads or (default.num_threads if default else 0),
             "threads_reason": last.threads_reason,
         }
-        figures, models = self._dispatcher.figures, self.loads.statuses()
+        figures, models = self._dispatcher.figures, self._models.rows()
         known = KnownEngine(self._version, engine, last, figures, models, self._view.slots(), self._exits)
-        return snapshot_of(known, self._table, self.requests.history, self.registry)
+        return snapshot_of(known, self._table, self.requests.history)
 
     def stats(self) -> dict[str, int]:
         """What waits now, and restarts so far."""
@@ -450,6 +452,7 @@ class EngineSupervisor:
                 self._instance.check(time.monotonic())
             self.requests.expire()
             self.requests.tell_progress()
+            self._models.tell_changes()
 
     # ------------------------------------------------------------ suspension
 

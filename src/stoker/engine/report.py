@@ -253,7 +253,10 @@ def _has_moved(before: MemoryFigures, now: MemoryFigures) -> bool:
 
 def _marks(figures: MemoryFigures) -> tuple[object, ...]:
     memory = figures.memory
-    models = [(model.id, model.state, model.leases, model.is_pinned) for model in figures.models]
+    models = [
+        (one.id, one.state, one.leases, one.is_pinned, one.keep_alive_s, one.unload_in_s is None)
+        for one in figures.models
+    ]
     devices = [(device.id, device.held_by, sorted(device.lines)) for device in figures.devices]
     return memory.pressure, memory.heat, memory.limit, memory.rungs, sorted(memory.lines), models, devices
 

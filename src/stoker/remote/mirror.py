@@ -31,6 +31,8 @@ _FIRST_RETRY_S = 0.5
 _LAST_RETRY_S = 5.0
 _OWN_FIELDS = frozenset({"event", "at", "id"})
 _FOLLOWED = frozenset({"model", "engine"})
+_CHANGING = frozenset({"is_pinned", "leases"})
+"""Of a model's status: what changes without a move."""
 
 
 class ServerMirror:
@@ -183,6 +185,9 @@ class ServerMirror:
         self._lost = error
 
     async def _take(self, event: RuntimeEvent) -> None:
+        if event.event == "model" and event.fields.get("what") == "changed":
+            await self._take_change(event.fields)
+            return
         if event.event == "model":
             state = self._server.converted(event.fields, ModelState)
             asyncio.get_running_loop().call_soon(self._on_load, state)  # its errors are its own
@@ -191,6 +196,18 @@ class ServerMirror:
                 return
         if event.event in {"snapshot", "model", "engine"}:
             await self.refresh()
+
+    async def _take_change(self, fields: dict[str, Any]) -> None:
+        """Note what has changed of a model that is where it was, or that it is served from now on."""
+        known = self._known
+        if known is None or not any(one.id == fields["model"] for one in known.states):
+            await self.refresh()
+            return
+        news = {name: fields[name] for name in _CHANGING & fields.keys()}
+        states = [
+            msgspec.structs.replace(one, **news) if one.id == fields["model"] else one for one in known.states
+        ]
+        self._known = msgspec.structs.replace(known, states=states)
 
 
 def _moved(known: list[ModelStatus], model: ModelState) -> list[ModelStatus]:

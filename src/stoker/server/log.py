@@ -78,7 +78,7 @@ class EventLog:
         if self._model_states.get(model) == state:  # further with the same
             return
         self._model_states[model] = state
-        why = fields.get("reason") or fields.get("error", {}).get("message", "")
+        why = fields.get("reason") or (fields.get("error") or {}).get("message", "")
         text = "is not in memory" if state == "absent" else state if state == "failed" else f"is {state}"
         models_log.info(
             "%s %s%s", model, text, f": {_one_line(why)}" if why else "", extra={"fields": dict(fields)}

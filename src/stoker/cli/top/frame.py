@@ -65,7 +65,7 @@ def frame(view: RuntimeView, state: FrameState) -> list[Text]:
         parts.slots(view, state.now),
         parts.line(view, state.now),
         parts.recent(view, state.now),
-        parts.models(view),
+        parts.models(view, state.now),
     ]
     room = state.height - len(lines) - len(tail)
     lines += _parts_of(found, room, state)

@@ -278,7 +278,7 @@ def _recent_row(row: Document, now: float) -> Row:
     return Row(cells, "red" if error else "dim", row["request_id"])
 
 
-def models(view: RuntimeView) -> Part:
+def models(view: RuntimeView, now: float) -> Part:
     """Each served model."""
     columns = [
         Column("MODELS", 24),
@@ -287,11 +287,11 @@ def models(view: RuntimeView) -> Part:
         Column("uses", 4, is_number=True),
         Column("stays", 0),
     ]
-    rows = [_model_row(model) for _, model in sorted(view.models.items())]
+    rows = [_model_row(model, now) for _, model in sorted(view.models.items())]
     return Part("models", columns, rows, 1, "no model is served")
 
 
-def _model_row(model: Document) -> Row:
+def _model_row(model: Document, now: float) -> Row:
     state = model.get("state", "")
     num_bytes = sum((model.get("bytes") or {}).values())
     size = size_text(num_bytes) if num_bytes else ""
@@ -301,18 +301,20 @@ def _model_row(model: Document) -> Row:
         f"{model.get('stage') or state} {model.get('fraction', 0.0):.0%}" if state in _LOADING else state,
         size if state in _IN_MEMORY or not size else f"({size})",
         str(model.get("leases") or ""),
-        error.get("message") or model.get("reason") or _stays(model),
+        error.get("message") or model.get("reason") or _stays(model, now),
     ]
     return Row(cells, "red" if state == "failed" else "" if state in _IN_MEMORY else "dim")
 
 
-def _stays(model: Document) -> str:
+def _stays(model: Document, now: float) -> str:
     if model.get("is_pinned"):
         return "pinned"
     if model.get("state") != "ready" or model.get("leases"):
         return ""
     unload_in_s = model.get("unload_in_s")
-    return "" if unload_in_s is None else f"for {duration_text(unload_in_s)}"
+    if unload_in_s is None:
+        return ""
+    return f"for {duration_text(max(0.0, model['at'] + unload_in_s - now))}"
 
 
 # ---------------------------------------------------------------- one request

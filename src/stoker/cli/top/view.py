@@ -120,7 +120,8 @@ class RuntimeView:
             self._add(dict(row))
         self.recent.clear()
         self.recent.extend(document.get("recent", ()))
-        self.models = {model["model"]: dict(model) for model in document.get("models", ())}
+        at = document["at"]
+        self.models = {model["model"]: {**model, "at": at} for model in document.get("models", ())}
         self.memory = dict(document.get("memory") or {})
         self.cache = dict(document.get("cache") or {})
         heat = document.get("heat") or {}
@@ -227,7 +228,7 @@ class RuntimeView:
     def _take_model(self, document: Document) -> None:
         model_id = document["model"]
         known = self.models.setdefault(model_id, {"model": model_id})
-        known |= {"stage": "", "fraction": 0.0, "reason": "", "error": None}
+        known |= {"stage": "", "fraction": 0.0, "reason": "", "error": None, "at": document["at"]}
         known |= {name: value for name, value in document.items() if name not in _NOT_THE_ROWS}
         num_slots = known.get("num_slots") or 0
         if known.get("state") in _UNLOADED:

@@ -92,10 +92,10 @@ def redacted_event(
             else None
         )
     fields = {name: value for name, value in event.fields.items() if name != "reason"}
-    if error := fields.get("error"):
-        fields["error"] = {**error, "message": _WITHHELD}
     if event.event == "snapshot":
         fields = _redacted_snapshot(fields, is_shown)
+    if event.event == "model":
+        fields = _redacted_model(fields, is_shown)
     if event.event == "cache":
         fields = _redacted_cache(fields)
     return msgspec.structs.replace(event, fields=fields)
@@ -131,14 +131,24 @@ def _redacted_snapshot(fields: dict[str, Any], is_shown: Callable[[str], bool]) 
         lane if lane["request_id"] is not None and is_shown(lane["request_id"]) else _unnamed(lane)
         for lane in shown.get("slots", ())
     ]
-    models = shown.get("models", ())
-    shown["models"] = [{**model, "reason": "", "error": _withheld(model.get("error"))} for model in models]
+    shown["models"] = [
+        {**_redacted_model(model, is_shown), "reason": ""} for model in shown.get("models", ())
+    ]
     shown["exits"] = [{**ended, "reason": ""} for ended in shown.get("exits", ())]
     if isinstance(engine := shown.get("engine"), dict):
         shown["engine"] = {**engine, "reason": ""}
     if cache := shown.get("cache"):
         shown["cache"] = _redacted_cache(cache)
     shown["may"] = {"administrate": False}
+    return shown
+
+
+def _redacted_model(model: dict[str, Any], is_shown: Callable[[str], bool]) -> dict[str, Any]:
+    shown = dict(model)
+    if "error" in shown:
+        shown["error"] = _withheld(shown["error"])
+    if "used_by" in shown:
+        shown["used_by"] = [request_id for request_id in shown["used_by"] if is_shown(request_id)]
     return shown
 
 

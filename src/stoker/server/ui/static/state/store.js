@@ -76,7 +76,7 @@ function tookSnapshot(draft, doc) {
 	}
 	draft.own("slots", new Map());
 	for (const slot of doc.slots ?? []) seeLane(draft, slot.model, slot.slot ?? slot.id);
-	draft.own("models", new Map((doc.models ?? []).slice(0, MAX_MODELS).map((each) => [idOf(each), each])));
+	draft.own("models", new Map((doc.models ?? []).slice(0, MAX_MODELS).map((each) => [idOf(each), { ...each, at: doc.at }])));
 	draft.own("steps", new Map());
 	requestsReplaced(draft, doc);
 	draft.own("exits", (doc.exits ?? []).slice(-16));
@@ -137,12 +137,12 @@ function tookCache(draft, doc) {
 const TOLD_OF_MODELS = { ready: "good", failed: "bad", absent: "", suspended: "" };
 
 function tookModel(draft, doc) {
-	const { event, at, id, ...fields } = doc;
+	const { event, at, id, what, ...fields } = doc;
 	const name = fields.model;
 	const before = draft.state.models.get(name);
 	const models = draft.map("models");
 	const cleared = { stage: "", reason: "", error: null, fraction: 0 };
-	models.set(name, { ...before, ...cleared, ...fields, id: name });
+	models.set(name, { ...before, ...cleared, ...fields, at, id: name });
 	if (models.size > MAX_MODELS) models.delete(models.keys().next().value);
 	for (let slot = 0; doc.state === "ready" && slot < (doc.num_slots ?? 0); slot += 1) seeLane(draft, name, slot);
 	if (before?.state !== doc.state && doc.state in TOLD_OF_MODELS) {

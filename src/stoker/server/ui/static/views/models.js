@@ -8,18 +8,16 @@ const LEVELS = { ready: "good", failed: "bad", loading: "warn", downloading: "wa
 const IN_MEMORY = new Set(["ready", "loading"]);
 const ON_ITS_WAY = new Set(["loading", "downloading", "unloading"]);
 
-export function Models({ state, actions, may }) {
+export function Models({ state, now, actions, may }) {
 	const models = [...state.models.values()];
-	const used = new Map(); // by live requests: events do not tell of leases
-	for (const row of state.live.values()) if (!row.num_members && row.kind !== "load") used.set(row.model, (used.get(row.model) ?? 0) + 1);
 	if (!models.length) return html`<p class="empty">No model is served.</p>`;
 	const columns = [
 		["Model", "", (model) => html`<b>${nameOf(model)}</b>${model.label && html` <small class="wide">${model.label}</small>`}`],
 		["State", "", (model) => html`<${State} model=${model} />`],
 		["Takes", "n", (model) => bytes(sizeOf(model) || null)],
-		["Requests", "n wide", (model) => count(used.get(nameOf(model)) ?? 0)],
-		["Stays", "", stay],
-		may.administrate && [html`<span class="sr-only">Actions</span>`, "buttons", (model) => html`<${Acts} model=${model} is_used=${used.has(nameOf(model))} name=${nameOf(model)} actions=${actions} />`],
+		["Requests", "n wide", (model) => count(model.leases ?? 0)],
+		["Stays", "", (model) => stay(model, now)],
+		may.administrate && [html`<span class="sr-only">Actions</span>`, "buttons", (model) => html`<${Acts} model=${model} is_used=${model.leases > 0} name=${nameOf(model)} actions=${actions} />`],
 	];
 	return html`<div class="models"><${Table} label="Models" columns=${columns} rows=${models} keyOf=${nameOf} /></div>`;
 }
@@ -40,18 +38,17 @@ function State({ model }) {
 		${stage && html` <${Meter} fraction=${model.fraction} label=${`${nameOf(model)}: ${stage}`} />`}`;
 }
 
-function stay(model) {
+function stay(model, now) {
 	if (!IN_MEMORY.has(model.state)) return "";
 	if (model.is_pinned) return "pinned";
-	return model.unload_in_s == null ? "while it is used" : `${duration(model.unload_in_s)} more`;
+	return model.unload_in_s == null ? "while it is used" : `${duration(Math.max(0, model.at + model.unload_in_s - now))} more`;
 }
 
 /** Unloading a model that is in use parks what runs on it, so that is asked once more. */
 function Acts({ model, is_used, name, actions }) {
 	const [is_sure, setSure] = useState(false);
-	const [pinned, setPinned] = useState(null); // events do not tell of it
-	const is_pinned = pinned ?? model.is_pinned;
-	const pin = () => actions.pin(name, !is_pinned).then(() => setPinned(!is_pinned));
+	const { is_pinned } = model;
+	const pin = () => actions.pin(name, !is_pinned);
 	const is_here = IN_MEMORY.has(model.state);
 	const is_asked = is_sure && is_used;
 	const unload = () => actions.unload(name).finally(() => setSure(false));
