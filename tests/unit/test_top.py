@@ -147,7 +147,7 @@ def test_how_long_a_model_stays_passes_and_pins_and_uses_follow_their_events() -
         return " ".join(next(line for line in lines if line.startswith("chat  ") and "ready" in line).split())
 
     assert stays(unload_in_s=60.0).endswith("ready 103 MiB for 58 s")
-    assert stays(unload_in_s=1.0).endswith("ready 103 MiB for 0.0 s")
+    assert stays(unload_in_s=1.0).endswith("ready 103 MiB for 0.00 s")
     assert stays(is_pinned=True).endswith("ready 103 MiB pinned")
     assert stays(leases=3).endswith("ready 103 MiB 3")
 
