@@ -74,6 +74,7 @@ class EngineSettings(PerModelSettings):
         placement: where single models lie, by their id; what one leaves open is as for all.
         model_tables: `[models.NAME]` of the file; without `models` the first of them is "default".
         models: names, also of a table, or GGUF paths; the first one is "default".
+        draft_model: not of the others, whose vocabularies may be other ones: their tables name their own.
         max_queue: background gets half of it.
         isolation: "process" survives any crash of native code; "thread" is for tests and small hosts.
         max_prepare_s: compiling the request's constraint included.
@@ -102,6 +103,11 @@ class EngineSettings(PerModelSettings):
         flags=("--model", "-m"),
         shown="embedded default",
         metavar="NAME|FILE",
+    )
+    draft_model: str | None = setting(
+        None,
+        "Smaller model that guesses for the default model, of the same vocabulary.",
+        shown="none",
     )
     max_queue: int = setting(512, "Requests that may wait.", ge=1)
     policy: Literal["latency", "balanced", "throughput"] = setting(
@@ -192,6 +198,12 @@ class EngineSettings(PerModelSettings):
     run_dir: Location = setting(
         lambda: platformdirs.user_state_path(APP), "Folder of what has to survive the program."
     )
+
+    @property
+    def default_table(self) -> str | None:
+        """The table of the default model; None: that has none."""
+        first = next(iter(self.models or self.model_tables), None)
+        return first if first in self.model_tables else None
 
 
 class ServerSettings(FrozenSettings):

@@ -171,7 +171,7 @@ class PerModelSettings(PlacementSettings):
             most.
         repeatable: "on" computes each answer on a CPU as if it ran alone, "off" as is quickest, "auto" the
             first where that was measured to cost less than 5 %.
-        speculation: "lookup" repeats what the text repeats, "draft" asks `draft_model`, "auto" does both.
+        speculation: "lookup" repeats what the text repeats, "draft" asks the draft model, "auto" does both.
         thinking: fields of a request come before it.
     """
 
@@ -204,9 +204,6 @@ class PerModelSettings(PlacementSettings):
         "How long a model stays after its last request: 30s, 10m, -1.",
         shown=BY_MEMORY,
         metavar="TIME",
-    )
-    draft_model: str | None = setting(
-        None, "Smaller model of the same vocabulary that guesses.", shown="none"
     )
     repeatable: Literal["auto", "on", "off"] = setting(
         "auto", "Same answer whatever runs beside it, on a CPU; auto: where that costs under 5 %."
@@ -265,6 +262,7 @@ class ModelSettings(PerModelSettings):
         priority: the best class that its requests get.
         sampling: what a request gets that does not say, by the names of requests.
         tool_format: None: as the chat template has it.
+        draft_model: None: none; of the default model that of the settings for all.
         lora, mmproj, chat_template, rerank_output: as the settings of the same names, of this model alone.
     """
 
@@ -275,6 +273,11 @@ class ModelSettings(PerModelSettings):
     priority: Class = setting("interactive", "Best class of its requests.")
     sampling: SamplingDefaults = setting({}, "Samplers of requests that do not say.", shown="the library's")
     tool_format: str | None = setting(None, "Format of tool calls.", shown="as the template has it")
+    draft_model: str | None = setting(
+        None,
+        "Smaller model of the same vocabulary that guesses.",
+        shown="none; of the default model as for all",
+    )
     lora: Names = setting((), "LoRA adapters: NAME=FILE[@SCALE].", shown="none")
     mmproj: Location | None = setting(None, "Projector with which it sees and hears.", shown="none")
     chat_template: Location | None = setting(None, "Chat template, a Jinja file.", shown="its own")

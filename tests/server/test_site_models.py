@@ -12,6 +12,7 @@ import sys
 import httpx
 import pytest
 
+from stoker.client.models.specs import ModelSource
 from stoker.errors import InvalidRequestError, ModelNotFoundError, StokerError
 from stoker.ipc.request import GenerateRequest, Sampling
 from stoker.remote.bodies import request_body
@@ -108,6 +109,21 @@ async def test_a_call_of_the_library_at_a_server_gets_the_models_sampling_too():
             for body in bodies:
                 assert (await http.post("/v1/runtime/requests", json=body)).is_success
     assert [(one.temperature, one.top_k) for one in seen] == [(0.0, 7), (0.8, 7), (0.0, 3), (0.8, 3)]
+
+
+@pytest.mark.parametrize("models", [(), ("jobs",), ("own", "chat"), ("fake:other",)])
+def test_the_draft_model_of_the_settings_guesses_for_the_default_model(models):
+    """G6: whatever that is, and unless its table names another; others may have another vocabulary."""
+    tables = {
+        "chat": {"file": FAKE},
+        "jobs": {"file": FAKE},
+        "own": {"file": FAKE, "draft_model": "fake:own"},
+    }
+    source = ModelSource.read(settings_of(tables, models=models, draft_model="fake:draft"))
+    drafts = {one.spec.id: one.spec.draft_path for one in source.served}
+    default = source.served[0].spec.id
+    assert drafts == dict.fromkeys(drafts, "") | {default: "fake:draft"} | {"own": "fake:own"}
+    assert default == {(): "chat", ("fake:other",): "fake"}.get(models, *models[:1])
 
 
 @pytest.mark.parametrize(

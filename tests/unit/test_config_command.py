@@ -94,3 +94,55 @@ def test_each_setting_is_shown_with_where_it_comes_from(tmp_path, monkeypatch):
     assert f"slots = 3  # for all: slots in {file}" in shown
     assert "max_queue = 512  # default" in shown
     assert not any("default" in line for line in run("show", "--config", file).output.splitlines())
+
+
+DRAFTED = """\
+draft_model = "fake:draft"
+
+[models.first]
+file = "fake:"
+
+[models.second]
+file = "fake:"
+
+[models.third]
+file = "fake:"
+draft_model = "fake:own"
+"""
+
+
+def drafts_of(path):
+    """The line of each section that says which model guesses."""
+    shown = run("show", "--resolved", "--config", path).output
+    return [line for line in shown.splitlines() if line.startswith("draft_model")]
+
+
+def test_the_draft_model_of_the_settings_is_that_of_the_default_model(tmp_path, monkeypatch):
+    """G6: what is shown is what each model gets; a table's own comes before it."""
+    file = tmp_path / "stoker.toml"
+    file.write_text(DRAFTED, encoding="utf-8")
+    given = 'draft_model = "fake:draft"'
+    assert drafts_of(file) == [
+        f"{given}  # draft_model in {file}",
+        f"{given}  # for all: draft_model in {file}",
+        "draft_model = null  # default",
+        'draft_model = "fake:own"  # models.third',
+    ]
+    monkeypatch.setenv("STOKER_MODELS", "third,second")
+    assert drafts_of(file)[1:] == [
+        "draft_model = null  # default",
+        "draft_model = null  # default",
+        'draft_model = "fake:own"  # models.third',
+    ]
+
+
+def test_what_names_single_models_is_checked_once_beside_the_tables(tmp_path):
+    """G8: at its own line and not at each table; what names one table is no mistake of another."""
+    file = tmp_path / "stoker.toml"
+    template = tmp_path / "t.jinja"
+    template.write_text("{{ messages }}", encoding="utf-8")
+    rest = DRAFTED.replace("fake:draft", "none.gguf")
+    file.write_text(f'chat_template = ["second={template}"]\n{rest}', encoding="utf-8")
+    told = run("check", file).output.splitlines()
+    assert len(told) == 1
+    assert told[0].startswith(f"{file}:2: draft_model: no such model file")

@@ -78,6 +78,7 @@ class StopSwitch:
 _OF_MODELS = PerModelSettings.model_fields.keys() | {
     "chat_template",
     "default_max_tokens",
+    "draft_model",
     "lora",
     "mmproj",
     "model_tables",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import tomllib
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 
@@ -22,6 +22,16 @@ if TYPE_CHECKING:
 
 _HEADER = re.compile(r"\s*\[+\s*(.+?)\s*\]+\s*(?:#.*)?")
 _LINE = re.compile(r"at line (\d+)")
+
+_OF_NO_TABLE: dict[str, Any] = {
+    "placement": {},
+    "draft_model": None,
+    "lora": (),
+    "mmproj": None,
+    "chat_template": (),
+    "rerank_output": (),
+}
+"""Settings beside the tables that may name other models than the one of a table, taken out."""
 
 
 class Problem(NamedTuple):
@@ -62,7 +72,7 @@ def _unserved(engine: EngineSettings, server: ServerSettings) -> Iterator[Stoker
     num_wrong = 0
     for name, table in engine.model_tables.items():
         try:
-            ModelSource.read(engine.replace(models=(name,), model_tables={name: table}, placement={}))
+            ModelSource.read(engine.replace(models=(name,), model_tables={name: table}, **_OF_NO_TABLE))
         except StokerError as error:
             num_wrong += 1
             yield error

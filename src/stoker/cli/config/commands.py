@@ -75,11 +75,12 @@ def show(*, resolved: Resolved = False, config: Config = None) -> None:
 def _show_models(engine: EngineSettings, sources: dict[str, str], *, resolved: bool) -> None:
     for_all = engine.model_dump(mode="json")
     for name, table in engine.model_tables.items():
+        of_all = {*PerModelSettings.model_fields, *(("draft_model",) if name == engine.default_table else ())}
         typer.echo(f"\n[models.{_bare_or_quoted(name)}]")
         for field, value in table.model_dump(mode="json").items():
             if field in table.model_fields_set:
                 _show_line(field, value, f"models.{name}")
-            elif resolved and field in PerModelSettings.model_fields:
+            elif resolved and field in of_all:
                 _show_line(field, for_all[field], f"for all: {sources.get(field, 'default')}")
             elif resolved:
                 _show_line(field, value, "default")

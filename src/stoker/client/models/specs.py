@@ -167,10 +167,9 @@ class ModelSource:
             if strange := set(named) - {*found, ""}:
                 text = f"{param}: no model {min(strange)!r} is served; there are: {', '.join(found)}"
                 raise InvalidRequestError(text, param=param)
-        if settings.draft_model and files:
-            draft_path = self._store.resolve(settings.draft_model).path
-            first = found[files[0].id]
-            found[files[0].id] = first._replace(spec=replace(first.spec, draft_path=draft_path))
+        if settings.draft_model:
+            default = next(iter(found))
+            found[default] = self._drafted(found[default], settings.draft_model, "draft_model")
         if "slots" in settings.model_fields_set:
             self._check_slots(list(found.values()))
         for model, adapters in adapters_by_model(settings.lora, files).items():
@@ -201,10 +200,9 @@ class ModelSource:
             tool_format=table.tool_format,
             is_pinned=table.pinned,
         )
-        if table.draft_model:
-            with _placed_at(f"{place}.draft_model"):
-                spec = replace(spec, draft_path=self._store.resolve(table.draft_model).path)
         found = FoundModel(spec, found.info.served_as(spec), table.load or table.pinned)
+        if table.draft_model:
+            found = self._drafted(found, table.draft_model, f"{place}.draft_model")
         with _placed_at(f"{place}.lora"):
             for adapters in adapters_by_model(table.lora, [file]).values():
                 found = _adapted(found, adapters)
@@ -212,6 +210,13 @@ class ModelSource:
             for projector in projector_by_model(table.mmproj, [file]).values():
                 found = _seeing(found, projector)
         return found
+
+    def _drafted(self, found: FoundModel, ref: str, place: str) -> FoundModel:
+        """The model with its draft model, unless it has one already."""
+        if found.spec.draft_path:
+            return found
+        with _placed_at(place):
+            return found._replace(spec=replace(found.spec, draft_path=self._store.resolve(ref).path))
 
     def _as_of(self, name: str, table: ModelSettings) -> EngineSettings:
         """The settings as they are for the model of that table."""
@@ -441,7 +446,8 @@ def projector_by_model(path: str | Path | None, models: Sequence[ModelFile]) -> 
     projector = read_projector(path)
     model = _first_fitting(projector, models, check_pair)
     if model is None:
-        raise InvalidRequestError(f"mmproj: no model is served that {projector.path.name} could see for")
+        text = f"mmproj: no model is served that {projector.path.name} could see for"
+        raise InvalidRequestError(text, param="mmproj")
     return {model.id: projector.spec}
 
 
