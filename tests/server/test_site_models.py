@@ -14,6 +14,7 @@ import pytest
 
 from stoker.client.models.specs import ModelSource
 from stoker.errors import InvalidRequestError, ModelNotFoundError, StokerError
+from stoker.ipc.events import Delta, Finished
 from stoker.ipc.request import GenerateRequest, Sampling
 from stoker.remote.bodies import request_body
 from stoker.runtime import Runtime
@@ -189,6 +190,25 @@ async def test_a_removed_model_stays_for_the_requests_that_wait_for_its_one_slot
             while len(states(runtime)) > 1:
                 await anext(events)
         assert not [each for each in loads if each.model == "old" and each.state == "loading"]
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="there is no SIGKILL")
+async def test_a_removed_model_is_known_to_a_new_engine_while_a_stream_needs_it(tmp_path):
+    """G7: the engine ends under its stream, which goes on in the next one; then the model is freed."""
+    before = {"chat": {"file": FAKE}, "old": {"file": SLOW, "load": True}}
+    settings = EngineSettings(model_tables=before, run_dir=tmp_path, cache_dir=tmp_path)
+    async with Runtime(settings=settings) as runtime, asyncio.timeout(60):
+        events = runtime.events()
+        await anext(events)
+        stream = runtime.stream(GenerateRequest(prompt="x", model="old", max_tokens=200))
+        while not isinstance(await anext(stream), Delta):
+            pass
+        await runtime.take_settings(settings.replace(model_tables={"chat": before["chat"]}))
+        os.kill((await runtime.status()).pid, signal.SIGKILL)
+        told = [event async for event in stream]
+        assert (type(told[-1]), told[-1].usage.completion_tokens) == (Finished, 200)
+        while len(states(runtime)) > 1:
+            await anext(events)
 
 
 async def test_a_model_is_pinned_and_unpinned_by_settings_that_are_read_again():

@@ -36,7 +36,8 @@ _NOT_BEGUN = frozenset({"", "waiting"})
 PASSING = frozenset({"insufficient_memory", "model_too_large", "too_hot", "device_busy"})
 """Codes of refusals for the machine's sake: later, or with less beside it, the model may load."""
 _IN_MEMORY = frozenset({ModelLife.LOADING, ModelLife.READY})
-_UNDER_WAY = frozenset({ModelLife.DOWNLOADING, ModelLife.LOADING, ModelLife.UNLOADING})
+UNDER_WAY = frozenset({ModelLife.DOWNLOADING, ModelLife.LOADING, ModelLife.UNLOADING})
+"""States that an engine changes by itself."""
 
 
 def file_mark(path: str) -> object:
@@ -107,7 +108,7 @@ class ModelEntry:
     @property
     def is_settled(self) -> bool:
         """Whether no load or unload of it is under way."""
-        return self.state not in _UNDER_WAY
+        return self.state not in UNDER_WAY
 
     def is_ready_as(self, spec: ModelSpec) -> bool:
         """Whether it is in memory just so, and neither leaving nor about to be replaced."""
@@ -305,7 +306,7 @@ class ModelRegistry:
         """A caller wants it out of memory: no engine has to load it. `is_held`: one may have it now."""
         entry = self._entries[model]
         entry.is_due, entry.is_leaving, entry.asked = False, True, None
-        if entry.state is ModelLife.SUSPENDED or (entry.state in _IN_MEMORY | _UNDER_WAY and not is_held):
+        if entry.state is ModelLife.SUSPENDED or (entry.state in _IN_MEMORY | UNDER_WAY and not is_held):
             entry.move(ModelLife.ABSENT)
 
     def pin(self, model: str, *, is_pinned: bool) -> None:
@@ -351,7 +352,7 @@ class ModelRegistry:
         entry.spec = entry.spec.with_own(spec)
         if entry.asked is not None:
             entry.asked = entry.asked.with_own(spec)
-        if has_changed and entry.state not in _IN_MEMORY | _UNDER_WAY:
+        if has_changed and entry.state not in _IN_MEMORY | UNDER_WAY:
             entry.spec, entry.info, entry.is_barred = spec, info, False
             return False
         entry.info = entry.info.served_as(entry.spec)

@@ -13,6 +13,7 @@ import logging
 import time
 from typing import TYPE_CHECKING
 
+from stoker.client.models.registry import UNDER_WAY
 from stoker.client.process.exit import EngineExit, OomCounter, judge
 from stoker.errors import MachineSetupError
 from stoker.ipc.commands import Suspend
@@ -197,7 +198,7 @@ class EngineInstance:
         """Load what the registry says is due, one by one, each until it is ready or has failed."""
         while not self.is_leaving and (due := registry.next_due(skips_suspects=skips_suspects)) is not None:
             self.send(due)
-            while (entry := registry.get(due.spec.id)) is not None and not entry.is_settled:
+            while registry.state(due.spec.id) in UNDER_WAY:  # also of a model that newcomers do not find
                 self._model_moved.clear()
                 await self._model_moved.wait()
 
