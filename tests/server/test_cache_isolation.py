@@ -127,6 +127,19 @@ async def test_what_the_progress_of_a_stream_tells_is_the_same_whether_or_not_an
         assert before != await progress(http, FIRST)
 
 
+async def test_the_first_progress_of_a_stream_says_what_is_taken_from_the_cache(keyed):
+    """S2, C13: what the cache holds counts from the first one on, as in the usage, and is computed already."""
+    async with client_of(keyed) as http:
+        (total, cached, processed), *_ = await progress(http, FIRST)
+        assert (cached, processed) == (0, 0)
+        told = await progress(http, FIRST)
+        assert {(each_total, each_cached) for each_total, each_cached, _ in told} == {(total, told[0][1])}
+        _, cached, processed = told[0]
+        body = {"messages": [{"role": "user", "content": PROMPT}], "max_tokens": 2, "temperature": 0.0}
+        usage = (await http.post(CHAT, json=body, headers=FIRST)).json()["usage"]
+        assert cached == processed == usage["prompt_tokens_details"]["cached_tokens"] > 0.9 * total
+
+
 async def progress(http, key):
     """What is told of the prefill, without times."""
     body = {

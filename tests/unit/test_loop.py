@@ -224,7 +224,7 @@ def test_a_deadline_ends_a_request_wherever_it_is(engine):
 
 
 def test_prefill_progress_counts_up_to_the_whole_prompt(engine):
-    """S2: how long it is as soon as that is known, then real counts, none after the first token."""
+    """S2: how long it is as soon as it has its slot, then real counts, none after the first token."""
     engine.submit("r", prompt=tuple(b"y" * 500), return_progress=True, max_tokens=2)
     other = Engine(n_batch=100, n_ctx=1024)
     other.submit("r", prompt=tuple(b"y" * 500), return_progress=True, max_tokens=2)
@@ -234,7 +234,7 @@ def test_prefill_progress_counts_up_to_the_whole_prompt(engine):
     assert all(0 < after - before <= 100 for before, after in pairwise(counts))
     assert {e.total for e in other.of(PrefillProgress)} == {500}
     kinds = [type(e) for e in other.events if isinstance(e, Admitted | PrefillProgress | Delta)]
-    assert kinds[:2] == [PrefillProgress, Admitted]
+    assert kinds[:2] == [Admitted, PrefillProgress]
     assert kinds.index(Delta) == len(counts) + 1
 
 

@@ -204,8 +204,6 @@ class SlotRunner:
             self._jobs.place(job, self._choices.queue, self, now)
             return
         self._jobs.place(job, self.scheduler, self, now)
-        if job.request.return_progress and (leader := job.leader) is not None:
-            self._jobs.events.append(job.progress(leader, now))  # how long it is, before it is computed
         if job.choices and job.request.echo and job.request.prompt_logprobs is None:
             self._jobs.events.append(job.echo())
         for index, choice in list(job.choices.items()):
@@ -299,7 +297,10 @@ class SlotRunner:
                 failed.append((sequence, error))
                 continue
             if (job := self._jobs.get(sequence.key.request_id)) is not None:
+                is_first = job.admitted_s is None
                 self._jobs.events.append(job.admitted(sequence, now))
+                if is_first and job.request.return_progress:
+                    self._jobs.events.append(job.progress(sequence, now))  # before anything is computed
         if schedule.hindered:
             self._jobs.publish_hindrances(schedule.hindered)
         self._fail(failed, now)
