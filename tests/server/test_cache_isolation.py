@@ -128,7 +128,7 @@ async def test_what_the_progress_of_a_stream_tells_is_the_same_whether_or_not_an
 
 
 async def test_the_first_progress_of_a_stream_says_what_is_taken_from_the_cache(keyed):
-    """S2, C13: what the cache holds counts from the first one on, as in the usage, and is computed already."""
+    """S2, C13: what the cache holds counts from the first one on, as in the usage."""
     async with client_of(keyed) as http:
         (total, cached, processed), *_ = await progress(http, FIRST)
         assert (cached, processed) == (0, 0)
