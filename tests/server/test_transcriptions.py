@@ -8,6 +8,7 @@ from typing import Any
 import httpx
 import openai
 import pytest
+from msgspec import structs
 
 from recordings import tone, wav_of
 from stoker import Audio, Runtime, sync
@@ -92,6 +93,30 @@ def test_language_and_prompt_are_told_to_the_model(client):
         for more in ({}, {"language": "de"}, {"prompt": "Stoker"})
     ]
     assert len(set(counts)) == 3
+
+
+@pytest.mark.parametrize(
+    ("fields", "expected"),
+    [
+        ({}, "[INST]<__media__>[/INST][TRANSCRIBE]"),
+        ({"language": "de"}, "[INST]<__media__>[/INST]lang:de[TRANSCRIBE]"),
+        ({"language": "de-AT"}, None),
+        ({"language": "de", "prompt": "Stoker"}, None),
+    ],
+)
+def test_a_model_that_has_learned_a_form_of_its_own_to_transcribe_gets_it(
+    served, web, monkeypatch, fields, expected
+):
+    """SPEC V11: by the kind of its projector; what that has no place for is asked in a conversation."""
+    runtime, seen = served.runtime, []
+    plain = runtime.resolve
+    monkeypatch.setattr(runtime, "resolve", lambda name: structs.replace(plain(name), hearing="voxtral"))
+    monkeypatch.setattr(runtime, "on_arrival", lambda _id, _owner, request, _num: seen.append(request.prompt))
+    answer = web.post(URL, files={"file": SAID}, data={"model": "ears", **fields})
+    assert answer.json()["text"]
+    (prompt,) = seen
+    assert (prompt == expected) is (expected is not None)
+    assert ("Transcribe audio to text" in prompt) is (expected is None)
 
 
 @pytest.mark.parametrize(

@@ -114,12 +114,13 @@ def test_a_projector_that_hears_goes_to_its_model_and_is_counted(tmp_path: Path)
     assert (hearing.kind, hearing.rate_hz, hearing.most_s) == ("ultravox", 16_000, 0)
     model = ModelStore(tmp_path).resolve(str(path))
     spec = projector_by_model(projector, [model])[model.id]
-    assert (spec.has_vision, spec.hears_hz) == (False, 16_000)
+    assert (spec.has_vision, spec.hears_hz, spec.hearing) == (False, 16_000, "ultravox")
     asked = ModelSpec(id="m", path=str(path), n_ctx=512, projector=spec)
     assert estimator_of(path)(asked).lines["projector"] >= spec.size_bytes + spec.compute_bytes
     assert spec.compute_bytes > hearing.num_heads * 1500 * 1500 * 4
     (found,) = ModelSource.read(EngineSettings(models=(str(path),), mmproj=projector)).served
     assert (found.info.has_vision, found.info.hears_hz, found.info.pairing) == (False, 16_000, "ready")
+    assert found.info.hearing == "ultravox"
 
 
 @pytest.mark.parametrize(

@@ -185,6 +185,7 @@ class ProjectorSpec(msgspec.Struct, frozen=True, kw_only=True):
         compute_bytes: the most that encoding takes beside them.
         has_vision: it takes images.
         hears_hz: samples a second at which it takes recordings; 0: it takes none.
+        hearing: kind of the part that listens, such as "voxtral"; empty: it takes none.
     """
 
     path: str
@@ -192,6 +193,7 @@ class ProjectorSpec(msgspec.Struct, frozen=True, kw_only=True):
     compute_bytes: int = 0
     has_vision: bool = True
     hears_hz: int = 0
+    hearing: str = ""
 
 
 class SplitMode(StrEnum):
@@ -370,6 +372,7 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
         degraded: what it got less of than was asked for, for want of memory (SPEC R2).
         pairing: with its projector (SPEC V1): "ready", "needs_projector", "broken"; empty: no vision model.
         hears_hz: samples a second of the recordings that it takes (SPEC V9); 0: it takes none.
+        hearing: kind of the projector's part that listens; empty: there is none.
         pooling: how an encoder makes one vector of a text's tokens; empty: it is no encoder.
         n_embd: width of its vectors.
         score_output: as in `ModelSpec`.
@@ -406,6 +409,7 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
     can_fork: bool = True
     has_vision: bool = False
     hears_hz: int = 0
+    hearing: str = ""
     pairing: str = ""
     degraded: list[str] = []
     pooling: str = ""

@@ -138,6 +138,7 @@ class ProjectorHeader:
             compute_bytes=self.compute_bytes,
             has_vision=self.has_vision,
             hears_hz=self.hearing.rate_hz if self.hearing else 0,
+            hearing=self.hearing.kind if self.hearing else "",
         )
 
     @property

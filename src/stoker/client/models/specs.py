@@ -302,8 +302,13 @@ def _adapted(found: FoundModel, adapters: tuple[AdapterSpec, ...]) -> FoundModel
 
 def _seeing(found: FoundModel, projector: ProjectorSpec) -> FoundModel:
     spec, info, is_due = found
-    able = {"has_vision": projector.has_vision, "hears_hz": projector.hears_hz}
-    seeing = replace(info, pairing=str(Pairing.READY), **able)
+    seeing = replace(
+        info,
+        pairing=str(Pairing.READY),
+        has_vision=projector.has_vision,
+        hears_hz=projector.hears_hz,
+        hearing=projector.hearing,
+    )
     return FoundModel(replace(spec, projector=projector), seeing, is_due)
 
 

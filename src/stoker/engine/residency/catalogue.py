@@ -519,6 +519,7 @@ def model_info(runner: ModelRunner) -> ModelInfo:
         can_fork=limits.can_fork,
         has_vision=limits.has_vision,
         hears_hz=limits.hears_hz,
+        hearing=spec.projector.hearing if spec.projector else "",
         pairing=limits.pairing,
         degraded=list(runner.degraded),
         adapters=spec.adapters,

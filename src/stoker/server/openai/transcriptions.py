@@ -6,6 +6,7 @@ a model writes before its answer is left out.
 
 from __future__ import annotations
 
+import re
 from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
@@ -17,7 +18,7 @@ from starlette.responses import Response
 from stoker.audio import Audio
 from stoker.errors import UnsupportedError
 from stoker.images.turns import require_hearing
-from stoker.ipc.request import GenerateRequest, Sampling, Sound
+from stoker.ipc.request import IMAGE_MARKER, GenerateRequest, Sampling, Sound
 from stoker.server.errors import OriginRules
 from stoker.server.fields import RequestFields, header_fields
 from stoker.server.inbound.form import DescribedForm, read_form
@@ -39,6 +40,10 @@ _UNDETERMINED = "und"  # ISO 639
 _INSTRUCTION = "Transcribe audio to text"
 _INSTRUCTIONS = {"lfm2": ("Perform ASR.", ""), "lfm2moe": ("Perform ASR.", "")}
 """System turn and wish of families that were taught their own, by architecture; as llama-server asks them."""
+_OWN_PROMPTS = {"voxtral": ("[INST]", "[/INST]", "lang:", "[TRANSCRIBE]")}
+"""Forms that models were taught to transcribe by, beside conversations, by the kind of their projector: before
+and behind the recording, before its language, at the end."""
+_LANGUAGE = re.compile(r"[a-z]{2}")  # ISO 639-1
 _LEAST_TOKENS, _TOKENS_S = 64, 16
 """Nobody says more in a second; what a model writes beyond is a loop."""
 
@@ -81,6 +86,19 @@ class TranscriptionRequest(RequestFields):
             raise UnsupportedError(f"{text}; json, text and verbose_json are served", param=name)
         if self.stream and self.response_format == "verbose_json":
             raise UnsupportedError("verbose_json is not streamed: ask for json or text", param="stream")
+
+    def own_prompt(self, info: ModelInfo) -> str | None:
+        """The prompt of a model that transcribes by one of its own; None: it is asked in a conversation.
+
+        Such a prompt has no place for words that may come up, nor for a language but by its code.
+        """
+        if info.hearing not in _OWN_PROMPTS or self.prompt:
+            return None
+        if self.language and not _LANGUAGE.fullmatch(self.language):
+            return None
+        before, behind, names, end = _OWN_PROMPTS[info.hearing]
+        language = f"{names}{self.language}" if self.language else ""
+        return f"{before}{IMAGE_MARKER}{behind}{language}{end}"
 
     def turns(self, info: ModelInfo, recording: Audio) -> list[dict[str, Any]]:
         """The conversation that asks for it."""
@@ -194,7 +212,10 @@ def router(context: ServerContext) -> APIRouter:
             "max_tokens": _LEAST_TOKENS + int(duration_s * _TOKENS_S),
         }
         asked = GenerateRequest(
-            prompt=plan.prompt, model=info.asked_as, pictures=(taken.picture,), **plan.fields(fields)
+            prompt=body.own_prompt(info) or plan.prompt,
+            model=info.asked_as,
+            pictures=(taken.picture,),
+            **plan.fields(fields),
         )
         form = plan.form
         del plan, taken
