@@ -41,8 +41,8 @@ _INSTRUCTION = "Transcribe audio to text"
 _INSTRUCTIONS = {"lfm2": ("Perform ASR.", ""), "lfm2moe": ("Perform ASR.", "")}
 """System turn and wish of families that were taught their own, by architecture; as llama-server asks them."""
 _OWN_PROMPTS = {"voxtral": ("[INST]", "[/INST]", "lang:", "[TRANSCRIBE]")}
-"""Forms that models were taught to transcribe by, beside conversations, by the kind of their projector: before
-and behind the recording, before its language, at the end."""
+"""What models were taught to transcribe by, beside conversations, by the kind of their projector: before and
+behind the recording, before its language, at the end."""
 _LANGUAGE = re.compile(r"[a-z]{2}")  # ISO 639-1
 _LEAST_TOKENS, _TOKENS_S = 64, 16
 """Nobody says more in a second; what a model writes beyond is a loop."""
