@@ -85,7 +85,7 @@ def streamed(text: str, reason: FinishReason = FinishReason.STOP) -> list[Any]:
 
 def whole(text: str, reason: FinishReason = FinishReason.STOP) -> Response:
     """The response that a text becomes."""
-    writer = WholeResponse(HEAD, FORM, clock=lambda: 19.5)
+    writer = WholeResponse(ResponseEvents(HEAD, FORM, clock=lambda: 19.5))
     for event in deltas(text, reason):
         writer.add(0, event)
     return Response.model_validate_json(writer.whole())
@@ -366,7 +366,7 @@ def test_functions_of_namespaces_are_offered_and_called_by_both_names() -> None:
     assert [tool["type"] for tool in echoed] == ["function", "namespace"]
     assert [inner["name"] for inner in echoed[1]["tools"]] == ["close"]
     head = ResponseHead("resp_1", "m", 17, asked.echo(ASKED), asked.namespaces())
-    writer = WholeResponse(head, AnswerForm(HERMES, ("close", "agents.close")))
+    writer = WholeResponse(ResponseEvents(head, AnswerForm(HERMES, ("close", "agents.close"))))
     call = '<tool_call>\n{"name": "agents.close", "arguments": {}}\n</tool_call>'
     for event in deltas(call):
         writer.add(0, event)
@@ -422,7 +422,7 @@ def test_calls_past_the_most_that_were_asked_for_are_in_no_event() -> None:
     stream = ResponseChunks(ResponseEvents(head, FORM))
     events = parsed(b"".join(stream.write(0, event) for event in deltas(text)) + stream.end())
     assert [event.sequence_number for event in events] == list(range(len(events)))
-    collected = WholeResponse(head, FORM)
+    collected = WholeResponse(ResponseEvents(head, FORM))
     for event in deltas(text):
         collected.add(0, event)
     for response in (events[-1].response, Response.model_validate_json(collected.whole())):

@@ -60,10 +60,10 @@ def _add_generating(routes: APIRouter, context: ServerContext) -> None:
         is_stream = asked.body.stream
         kept = await _keeping(context, request, asked, head) if head.echo["store"] else None
         del asked  # its images are megabytes, and it may wait for long
+        events = ResponseEvents(head, turn.form, kept)
         if not is_stream:
-            return turn.tell(await collected(turn.call, WholeResponse(head, turn.form, kept), request))
-        chunks = ResponseChunks(ResponseEvents(head, turn.form, kept))
-        return turn.tell(streamed(turn.call, chunks, context.settings.keepalive_s))
+            return turn.tell(await collected(turn.call, WholeResponse(events), request))
+        return turn.tell(streamed(turn.call, ResponseChunks(events), context.settings.keepalive_s))
 
     @routes.post("/v1/responses/input_tokens", openapi_extra=Described(InputTokensRequest))
     async def input_tokens(request: Request) -> Response:

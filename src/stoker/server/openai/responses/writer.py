@@ -289,7 +289,7 @@ Keep = Callable[["Json"], None]
 
 
 class ResponseEvents:
-    """A response as the objects of its events.
+    """A response that is being written: the objects of its events, and what it is at its end.
 
     Args:
         head: of the response.
@@ -310,9 +310,13 @@ class ResponseEvents:
         self._reading = AnswerReading(form, head.id)
         self._has_begun = False
 
+    def read(self, event: StreamEvent) -> list[AnswerEvent]:
+        """What one event adds to the answer."""
+        return self._reading.read(event)
+
     def of(self, event: StreamEvent) -> list[Json]:
-        """What one event of the answer adds."""
-        objects = self._begin() + self._builder.add(self._reading.read(event))
+        """The objects of what one event adds to the answer."""
+        objects = self._begin() + self._builder.add(self.read(event))
         if isinstance(event, PrefillProgress):
             objects.append(self._builder.progress(event))
         return objects
@@ -320,13 +324,24 @@ class ResponseEvents:
     def end(self) -> list[Json]:
         """Those after the last event."""
         objects = [*self._begin(), *self._builder.end(self._reading)]
-        if self._keep is not None:
-            self._keep(self._builder.response())
+        self._kept()
         return objects
+
+    def whole(self, answer: WholeAnswer) -> Json:
+        """The response of an answer that was read to its end, without events."""
+        self._builder.add(answer.events())
+        self._builder.end(self._reading)
+        return self._kept()
 
     def fail(self, info: ErrorInfo) -> list[Json]:
         """Those of an error after the response began."""
         return [*self._begin(), *self._builder.fail(info)]
+
+    def _kept(self) -> Json:
+        response = self._builder.response()
+        if self._keep is not None:
+            self._keep(response)
+        return response
 
     def _begin(self) -> list[Json]:
         objects = [] if self._has_begun else self._builder.begin()
@@ -355,29 +370,20 @@ class ResponseChunks:
 
 
 class WholeResponse:
-    """A response as one object; arguments as of `ResponseEvents`."""
+    """A response as one object.
 
-    def __init__(
-        self,
-        head: ResponseHead,
-        form: AnswerForm,
-        keep: Keep | None = None,
-        clock: Callable[[], float] = time.time,
-    ) -> None:
-        self._keep = keep
-        self._builder = ResponseBuilder(head, clock)
-        self._reading = AnswerReading(form, head.id)
+    Args:
+        response: that is written.
+    """
+
+    def __init__(self, response: ResponseEvents) -> None:
+        self._response = response
         self._answer = WholeAnswer()
 
     def add(self, _prompt: int, event: StreamEvent) -> None:
         """Take in one event."""
-        self._answer.add(self._reading.read(event))
+        self._answer.add(self._response.read(event))
 
     def whole(self) -> bytes:
         """The answer's body."""
-        self._builder.add(self._answer.events())
-        self._builder.end(self._reading)
-        response = self._builder.response()
-        if self._keep is not None:
-            self._keep(response)
-        return msgspec.json.encode(response)
+        return msgspec.json.encode(self._response.whole(self._answer))
