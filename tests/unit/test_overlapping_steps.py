@@ -15,6 +15,7 @@ from stoker.ipc.events import Delta, Failed, Finished, Parked, PromptEcho
 from stoker.ipc.model import ModelSpec, Speculation
 from stoker.ipc.request import FinishReason, GenerateRequest, Priority, Sampling
 from stoker.machine.ledger import Ledger
+from stoker.sampling.generation import Generation
 from stoker.sampling.sampler import Sampler
 
 WORDS = Constraint(kind=ConstraintKind.REGEX, source="(ab|cd){3} [a-z]{7}!")
@@ -263,7 +264,7 @@ def test_what_led_to_no_number_is_kept_for_nobody(monkeypatch, *, is_async, is_b
             raise StepFailedError("the model returned logits whose largest is nan")
 
         monkeypatch.setattr(Sampler, "draw", no_number)
-        monkeypatch.setattr(Sampler, "num_needed", None)  # so that each draws for itself
+        monkeypatch.setattr(Generation, "num_needed", None)  # so that each draws for itself
     bench.finish()
     monkeypatch.undo()
     bench.submit("other")

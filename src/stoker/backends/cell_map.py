@@ -112,8 +112,9 @@ class CellMap:
 
     def append(self, seq: int, count: int) -> None:
         """Put `count` more tokens of the sequence into the lowest free cells. Raises PoolFullError."""
-        if count == 1 and not self.has_hole and self._first_free < len(self._num_owners):
-            first = self._first_free  # a token of a decode row, without arrays
+        first = self._first_free
+        if count == 1 and self.num_used <= first < len(self._num_owners):
+            # a token of a decode row, before which no cell is free: without arrays
             self._cells[seq].append(first)
             self._num_owners[first] = 1
             self._first_free = first + 1

@@ -181,8 +181,8 @@ class EngineLoop:
         self._monitor = MemoryMonitor(lambda sample: self._inbox.put(Measured(sample)), self._sources)
         self._monitor.start()
         try:
-            while self._phase in {_LoopPhase.RUNNING, _LoopPhase.DRAINING}:
-                self.turn(self._wait_s())
+            while self._phase is _LoopPhase.RUNNING or self._phase is _LoopPhase.DRAINING:
+                self.turn(0.0 if self._is_stepping else self._wait_s())  # after a step the next may follow
             self._save()
         finally:
             self._monitor.close()

@@ -70,8 +70,11 @@ class EventWriter:
     def write(self, events: list[Event]) -> None:
         """Send one frame; blocks while the client does not read. Its end ends this process by EOF."""
         frame = encode_events(events)
-        with self._lock, contextlib.suppress(ConnectionError):
-            self._socket.sendall(frame)
+        with self._lock:
+            try:  # noqa: SIM105 - each step does it
+                self._socket.sendall(frame)
+            except ConnectionError:
+                pass
 
 
 class LogToClient(logging.Handler):

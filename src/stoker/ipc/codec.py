@@ -51,17 +51,18 @@ def encode_events(events: Sequence[Event]) -> bytes:
 
 
 def _frame(body: bytes) -> bytes:
-    _check_size(len(body))
-    return len(body).to_bytes(HEADER_BYTES, "little") + body
-
-
-def _check_size(size_bytes: int) -> None:
+    size_bytes = len(body)
     if size_bytes > MAX_FRAME_BYTES:
-        raise WireError(
-            f"a frame of {size_bytes} bytes is over the bound of {MAX_FRAME_BYTES}",
-            size_bytes=size_bytes,
-            max_bytes=MAX_FRAME_BYTES,
-        )
+        raise _too_large(size_bytes)
+    return size_bytes.to_bytes(HEADER_BYTES, "little") + body
+
+
+def _too_large(size_bytes: int) -> WireError:
+    return WireError(
+        f"a frame of {size_bytes} bytes is over the bound of {MAX_FRAME_BYTES}",
+        size_bytes=size_bytes,
+        max_bytes=MAX_FRAME_BYTES,
+    )
 
 
 class FrameDecoder(Generic[T]):
@@ -101,7 +102,8 @@ class FrameDecoder(Generic[T]):
         if len(self._pending) < HEADER_BYTES:
             return None
         size_bytes = int.from_bytes(self._pending[:HEADER_BYTES], "little")
-        _check_size(size_bytes)
+        if size_bytes > MAX_FRAME_BYTES:
+            raise _too_large(size_bytes)
         end = HEADER_BYTES + size_bytes
         if len(self._pending) < end:
             return None

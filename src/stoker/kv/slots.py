@@ -91,6 +91,7 @@ class SlotTable:
     """All slots of one model, spare ones included.
 
     Attributes:
+        running: the sequences that hold a slot, in the order in which they got it; changed here alone.
         least_copied: tokens in common for which what a slot holds is copied to another; set by the allocator.
     """
 
@@ -99,10 +100,10 @@ class SlotTable:
         self.least_copied = MIN_TOKENS
         self.num_slots = limits.num_slots
         self.slots = [Slot(number) for number in range(max(limits.num_slots, limits.num_sequences))]
-        self._running: list[Sequence] = []
+        self.running: list[Sequence] = []
 
     def __repr__(self) -> str:
-        return f"<SlotTable {len(self._running)} busy of {self.num_slots}>"
+        return f"<SlotTable {len(self.running)} busy of {self.num_slots}>"
 
     def __getitem__(self, number: int) -> Slot:
         return self.slots[number]
@@ -116,20 +117,15 @@ class SlotTable:
         """Sequences parked in their cells."""
         return [slot.parked for slot in self.slots if slot.parked is not None]
 
-    @property
-    def running(self) -> list[Sequence]:
-        """Sequences that hold a slot, in the order they got it; read only."""
-        return self._running
-
     def occupy(self, slot: Slot, sequence: Sequence, now: float) -> None:
         """Put a sequence in an idle slot or the one it is parked in; it takes over what the slot kept."""
         assert slot.parked in (None, sequence), f"slot {slot.id} is kept for {slot.parked!r}"
         slot.sequence, slot.parked, slot.last_used_s = sequence, None, now
         slot.keep([])
         sequence.slot, sequence.parked_slot, sequence.form = slot.id, None, None
-        places = {other.place for other in self._running}
+        places = {other.place for other in self.running}
         sequence.place = next(place for place in count() if place not in places)
-        self._running.append(sequence)
+        self.running.append(sequence)
 
     def vacate(self, sequence: Sequence, kept: list[int], now: float) -> Slot:
         """Take a sequence out of its slot, which keeps `kept` of its tokens."""
@@ -138,7 +134,7 @@ class SlotTable:
         slot.sequence, slot.last, slot.last_used_s = None, sequence, now
         slot.keep(kept)
         sequence.slot, sequence.is_raised = None, False
-        self._running.remove(sequence)
+        self.running.remove(sequence)
         return slot
 
     def park(self, sequence: Sequence, now: float) -> None:

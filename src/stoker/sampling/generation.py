@@ -30,16 +30,22 @@ class TextAssembler:
 
     def __init__(self) -> None:
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self._holds = False
 
     def __repr__(self) -> str:
         return f"TextAssembler(held={self._decoder.getstate()[0]!r})"
 
     def push(self, piece: bytes) -> str:
         """The characters that `piece` completes."""
-        return self._decoder.decode(piece)
+        if not self._holds and piece.isascii():  # the decoder is several calls of Python
+            return piece.decode("ascii")
+        text = self._decoder.decode(piece)
+        self._holds = bool(self._decoder.getstate()[0])
+        return text
 
     def flush(self) -> str:
         """U+FFFD if a character is incomplete, else nothing; the assembler is empty afterwards."""
+        self._holds = False
         return self._decoder.decode(b"", final=True)
 
 
@@ -139,6 +145,7 @@ class Generation:
         self._ends = frozenset(vocabulary.eog_tokens)
         self._assembler = TextAssembler()
         self._gate = StopGate(request.stop)
+        self._has_stops = bool(request.stop)
         self._drawn: tuple[int, Rows | None] | None = None
         self._constraint: ConstraintState | None = None
         self._spelled = frozenset(text.encode() for text in request.spelled)
@@ -259,8 +266,11 @@ class Generation:
         if token in self._ends:
             self.finish_reason = FinishReason.STOP
             return self.flush()
-        text = self._assembler.push(self._piece(token))
-        if len(self.tokens) > self._request.min_tokens:
+        piece = self._vocabulary.piece(token)
+        if self._spelled and not piece:
+            piece = self._spelling(token)
+        text = self._assembler.push(piece)
+        if self._has_stops and len(self.tokens) > self._request.min_tokens:
             text, self.stop_text = self._gate.push(text)
         if self.stop_text is not None:
             self.finish_reason = FinishReason.STOP
@@ -272,13 +282,10 @@ class Generation:
             text += self.flush()
         return text
 
-    def _piece(self, token: int) -> bytes:
-        """The bytes it adds to the text; a control token adds its own where the request spells it."""
-        piece = self._vocabulary.piece(token)
-        if piece or not self._spelled:
-            return piece
+    def _spelling(self, token: int) -> bytes:
+        """The bytes that a control token adds to the text: its own where the request spells it."""
         spelled = self._vocabulary.special_piece(token)
-        return spelled if spelled in self._spelled else piece
+        return spelled if spelled in self._spelled else b""
 
 
 def _token(drawn: int | StokerError) -> int:

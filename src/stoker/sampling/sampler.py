@@ -149,6 +149,7 @@ class Sampler:
     Attributes:
         is_greedy: it draws the best.
         lowered: the tokens that its edits may lower; None: they may do something else.
+        num_needed: how many of a row's largest logits tell what is drawn from it; None: all do.
 
     Raises:
         InvalidRequestError: no seed.
@@ -161,8 +162,6 @@ class Sampler:
         self._sampling = sampling
         self.is_greedy = sampling.temperature == 0.0
         self._seed = (sampling.seed or 0) + index
-        self._edits = tuple(edits)
-        self.lowered = _lowered(self._edits)
         self._num_drawn = 0
         self._u: float | None = None  # of the next token, as soon as one was drawn
         self._mirostat = Mirostat(sampling) if Mirostat.can_act(sampling) else None
@@ -173,27 +172,30 @@ class Sampler:
                 raise InvalidRequestError("a request that samples needs a seed", param="seed")
             if self._mirostat is None:
                 self._truncation = TruncationChain(sampling, workspace)
+        self._use(tuple(edits))
 
     def __repr__(self) -> str:
         return f"Sampler(seed={self._seed}, num_drawn={self._num_drawn}, mu={self.mirostat_mu})"
 
     def add_edit(self, edit: LogitEdit) -> None:
         """One more, after those there are."""
-        self._edits = (*self._edits, edit)
-        self.lowered = _lowered(self._edits)
+        self._use((*self._edits, edit))
+
+    def _use(self, edits: tuple[LogitEdit, ...]) -> None:
+        self._edits = edits
+        self.lowered = _lowered(edits)
+        self.num_needed = self._count_needed()
+
+    def _count_needed(self) -> int | None:
+        truncation = self._truncation
+        if self.lowered is None or self._mirostat is not None or (truncation and truncation.needs_row):
+            return None
+        return (1 if truncation is None else truncation.top_k) + len(self.lowered)
 
     @property
     def edits_logits(self) -> bool:
         """Whether `draw` overwrites the row it is given."""
         return bool(self._edits)
-
-    @property
-    def num_needed(self) -> int | None:
-        """How many of a row's largest logits tell what is drawn from it; None: all do."""
-        if self._mirostat is not None or (self._truncation is not None and self._truncation.needs_row):
-            return None
-        num_needed = 1 if self._truncation is None else self._truncation.top_k
-        return None if self.lowered is None else num_needed + len(self.lowered)
 
     @property
     def plain_draw(self) -> PlainDraw | None:

@@ -20,6 +20,7 @@ import msgspec
 
 from stoker.backends.protocol.backend import BatchPlan, PlanItem
 from stoker.ipc.model import Policy
+from stoker.ipc.request import Priority
 from stoker.kv.sequence import Sequence, SequenceState
 from stoker.scheduler.cost import StepCost
 
@@ -284,14 +285,20 @@ class Planned(msgspec.Struct, frozen=True):
 
 
 class StepPlan(msgspec.Struct, frozen=True):
-    """The step: who takes part, with what."""
+    """The step: who takes part, with what.
+
+    Attributes:
+        parts: one a sequence.
+        is_rows: each is the row of a sequence that decodes, without a draft.
+    """
 
     parts: tuple[Planned, ...]
+    is_rows: bool = False
 
     @property
     def num_tokens(self) -> int:
         """Tokens it computes."""
-        return _num_tokens(self.parts)
+        return len(self.parts) if self.is_rows else _num_tokens(self.parts)
 
     @property
     def has_draft(self) -> bool:
@@ -313,11 +320,11 @@ class StepPlan(msgspec.Struct, frozen=True):
 
     def in_order(self, places: SequenceOf[int]) -> StepPlan:
         """The same step with its parts in this order."""
-        return StepPlan(tuple(self.parts[place] for place in places))
+        return StepPlan(tuple(self.parts[place] for place in places), self.is_rows)
 
     def batch(self) -> BatchPlan:
         """The backend's view of it."""
-        return BatchPlan(tuple([part.item for part in self.parts]))
+        return BatchPlan(tuple([part.item for part in self.parts]), self.is_rows)
 
 
 def fair_shares(wanted: list[int], budget: int) -> list[int]:
@@ -384,12 +391,13 @@ class Planner:
     def _rows_alone(self, running: list[Sequence]) -> StepPlan | None:
         """The step where interactive rows decode and nothing else runs; None: it is another one."""
         for sequence in running:
-            if sequence.state is not SequenceState.DECODE or sequence.is_background:
+            if sequence.state is not SequenceState.DECODE or sequence.priority is not Priority.INTERACTIVE:
                 return None
         if not 0 < len(running) <= self.budget.n_batch:
             return None
         self.budget.rows_stepped()
-        return StepPlan(tuple([Planned(s, _item(s, 1)) for s in sorted(running, key=_slot)]))
+        rows = sorted(running, key=_slot) if len(running) > 1 else running
+        return StepPlan(tuple([Planned(s, _row(s)) for s in rows]), is_rows=True)
 
     def _interactive(self, sequences: list[Sequence], favoured: Sequence | None) -> list[Planned]:
         """Every decode row that fits the batch, then prefill within its budget."""
@@ -507,6 +515,14 @@ def _slot(sequence: Sequence) -> int:
 
 def _asks_all(sequence: Sequence) -> bool:
     return sequence.wants_prompt_logits and sequence.num_computed < sequence.num_prompt
+
+
+def _row(sequence: Sequence) -> PlanItem:
+    """The last token of a sequence that decodes, the one that is not computed."""
+    start, tokens = sequence.num_computed, sequence.tokens
+    assert start + 1 == len(tokens), f"{sequence!r} does not decode"
+    assert sequence.slot is not None, f"{sequence!r} runs without a slot"
+    return PlanItem(sequence.slot, start, (tokens[start],), 1, sequence.takes_candidates)
 
 
 def _item(sequence: Sequence, count: int) -> PlanItem:

@@ -233,7 +233,7 @@ class Scheduler:
             return False
         if allocator.is_trim_due or allocator.late_ops or throttle.holds_any or throttle.keeps_nothing:
             return False
-        if not self.limits.has_streams and self.cells.free < self.limits.n_batch + len(running):
+        if not self.limits.has_streams and self.cells.free < self._next_step_cells():
             return False
         for sequence in running:
             if sequence.priority is not Priority.INTERACTIVE:
@@ -307,7 +307,7 @@ class Scheduler:
             sequence.num_computed += count
             if sequence.checkpoints is not None:
                 self.allocator.leave_checkpoint(sequence, now)
-            if sequence.num_pending == 0:
+            if sequence.num_computed == len(sequence.tokens):
                 sequence.owed_since_s = None  # its row is about to become a token
                 if sequence.state is SequenceState.PREFILL:
                     sequence.move(SequenceState.DECODE, now, "prompt computed")
@@ -415,9 +415,11 @@ class Scheduler:
 
     def _next_step_cells(self) -> int:
         """Cells the running sequences take in the next step at most."""
-        running = self.slots.running
-        num_beyond = sum(sequence.is_to_embed for sequence in running)  # last tokens that the backend adds
-        return min(self.limits.n_batch, sum(s.num_pending for s in running)) + num_beyond
+        num_pending = num_beyond = 0
+        for sequence in self.slots.running:
+            num_pending += len(sequence.tokens) - sequence.num_computed
+            num_beyond += sequence.is_to_embed  # its last token, which the backend adds
+        return min(self.limits.n_batch, num_pending) + num_beyond
 
     def _free_something(self, turn: Schedule, now: float) -> bool:
         """Unused cells, then those of waiting sequences, then the youngest running one, never the last."""

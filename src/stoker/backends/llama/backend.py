@@ -169,10 +169,10 @@ class LlamaBackend:
 
     def launch(self, plan: BatchPlan) -> InFlight:
         """Begin one forward pass; see `Backend.launch`. A call that raises changed nothing."""
-        counts = [self._num_scored(item) for item in plan.items] if self._asked else []
-        if not any(counts):
+        if not self._asked:
             return self._context.launch(plan)
-        return self._step_and_score(plan, counts)
+        counts = [self._num_scored(item) for item in plan.items]
+        return self._step_and_score(plan, counts) if any(counts) else self._context.launch(plan)
 
     def _step_and_score(self, plan: BatchPlan, counts: list[int]) -> Computed:
         """A step of which the scorer gives the rows of whole prompts, `counts` of each item."""

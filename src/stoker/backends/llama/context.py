@@ -251,6 +251,8 @@ class LlamaContext:
     def launch(self, plan: BatchPlan) -> InFlight:
         """Begin one forward pass; see `Backend.launch`. Several native calls are waited for."""
         self.lengths.check(plan)
+        if plan.is_rows and self._takes_rows:
+            return self._computed_rows(plan)
         if (rows := self._decode_rows(plan)) is not None:
             return self._launch_rows(plan, rows)
         native = plan
@@ -288,6 +290,24 @@ class LlamaContext:
         cells.computed(plan)
         self.lengths.advance(plan)
         return _Decoding(partial(draws.collect_rows, self._handle, len(shape.span), shape.places))
+
+    @property
+    def _takes_rows(self) -> bool:
+        """Whether decode rows go as they are into one call, which has computed them when it returns."""
+        is_on_cpu = self.abort_flag is not None
+        is_bare = not (self.has_streams or self._sets or self.places)
+        return is_on_cpu and is_bare and self._current == NONE
+
+    def _computed_rows(self, plan: BatchPlan) -> Computed:
+        """One native call of decode rows, the common case: nothing is cut or brought into another order."""
+        self._cells.prepare(plan)
+        self._batch.fill(plan, self._cells.natives)
+        code = llama.llama_decode(self.handle, self._batch.native)
+        if code != 0:
+            self._undo(plan, code)
+        self._cells.computed(plan)
+        self.lengths.advance(plan)
+        return Computed(self._logits(len(plan.items)))
 
     def _check_pictures(self, plan: BatchPlan) -> None:
         """Before anything is computed: not every model can take a pass back."""

@@ -55,19 +55,25 @@ class PlanItem(msgspec.Struct, frozen=True):
 
 
 class BatchPlan(msgspec.Struct, frozen=True):
-    """One step: items of distinct sequences, in order; rows come back in the same order."""
+    """One step: items of distinct sequences, in order; rows come back in the same order.
+
+    Attributes:
+        items: what each sequence gets.
+        is_rows: each is one token that is no image's, with a row of logits; false where that is not known.
+    """
 
     items: tuple[PlanItem, ...]
+    is_rows: bool = False
 
     @property
     def num_tokens(self) -> int:
         """Tokens the step computes."""
-        return sum([len(item.tokens) for item in self.items])
+        return len(self.items) if self.is_rows else sum([len(item.tokens) for item in self.items])
 
     @property
     def num_rows(self) -> int:
         """Rows of logits the step computes."""
-        return sum([item.num_logits for item in self.items])
+        return len(self.items) if self.is_rows else sum([item.num_logits for item in self.items])
 
     @property
     def has_pictures(self) -> bool:
@@ -414,9 +420,10 @@ class Lengths:
         """Raise StepFailedError where an item is malformed or does not continue its sequence."""
         assert plan.items, "a plan without items"
         assert plan.num_tokens <= self._n_batch, f"{plan.num_tokens} tokens in a batch of {self._n_batch}"
-        lengths, n_vocab = self._lengths, self._n_vocab
+        lengths, n_vocab, seen = self._lengths, self._n_vocab, set()
         for item in plan.items:
             tokens, seq = item.tokens, item.seq
+            seen.add(seq)
             if not (  # a decode row, the common case
                 len(tokens) == 1
                 and 0 <= tokens[0] < n_vocab
@@ -425,7 +432,7 @@ class Lengths:
                 and 0 <= item.num_logits <= 1
             ):
                 self._check_item(item)
-        assert len({item.seq for item in plan.items}) == len(plan.items), "a sequence twice in one plan"
+        assert len(seen) == len(plan.items), "a sequence twice in one plan"
 
     def advance(self, plan: BatchPlan) -> None:
         """Count the tokens of a plan that was computed."""

@@ -95,6 +95,7 @@ class Job:
 
     Attributes:
         submit: what was asked for, with what was delivered before it came here.
+        request_id, request: the caller's name for it, and what was asked for.
         arrival_s, admitted_s, first_token_s: on the engine's clock.
         choices: the choices that still run, by index; a pending job has none yet.
         queue, runner: where it is placed; None: it is pending.
@@ -139,8 +140,11 @@ class Job:
     to_score: ToScore | None = None
     passes: list[ScoringPass] = field(default_factory=list)
     num_context: int = 0
+    request_id: str = field(init=False)
+    request: GenerateRequest = field(init=False)
 
     def __post_init__(self) -> None:
+        self.request_id, self.request = self.submit.request_id, self.submit.request
         self.is_paused = self.submit.is_paused
         self.num_generated = sum(map(len, self.submit.generated))
         self.num_context = self.num_context or self.submit.num_context
@@ -164,16 +168,6 @@ class Job:
         return abs(now + eta_s - self.runs_at_s) > max(NEWS_S, NEWS_SHARE * eta_s)
 
     # ------------------------------------------------------------ questions
-
-    @property
-    def request_id(self) -> str:
-        """The caller's name for it."""
-        return self.submit.request_id
-
-    @property
-    def request(self) -> GenerateRequest:
-        """What was asked for."""
-        return self.submit.request
 
     @property
     def model(self) -> str:

@@ -76,6 +76,11 @@ class LongSteps:
         Returns:
             False: no step was launched and none was ended, `plan` is as it was.
         """
+        if plan.is_rows:
+            self._young_s = None
+            if len(plan.parts) > 1:
+                self._not_before_s = max(self._not_before_s, now + ALONE_S)
+            return False
         longer, interrupt = self._lengthened(plan, now), self._timer.interrupt
         if longer is None:
             return self._run_young(plan, launch, now)

@@ -75,25 +75,25 @@ class Postprocess:
 
     def draw(self, plan: StepPlan, in_flight: InFlight) -> None:
         """Take what the step computed to the requests it was computed for."""
-        candidates, rows = in_flight.candidates(), in_flight.rows()
+        candidates, rows, now = in_flight.candidates(), in_flight.rows(), self._timer.now()
         drawn: dict[int, int | StokerError] = {}
         if len(candidates):
             drawn = self._draw_from(plan, candidates, draw_together, takes_candidates=True)
         if len(rows):
             drawn |= self._draw_from(plan, rows, draw_rows, takes_candidates=False)
         found = _shared_out(plan, rows, candidates, drawn)
-        if any(part.sequence.is_to_embed for part in plan.parts):
+        if not plan.is_rows and any(part.sequence.is_to_embed for part in plan.parts):
             # They come last: their last state may take a step, and the rows end there.
             found.sort(key=lambda each: each[0].sequence.is_to_embed)
         for part, own in found:
             job = self._jobs.get(part.sequence.key.request_id)
             if job is not None and part.sequence.is_running:
                 try:
-                    self._digest(job, part, own)
+                    self._digest(job, part, own, now)
                 except StokerError as error:
                     if isinstance(error, StepFailedError):  # its cells may be no numbers either
                         part.sequence.shares = False
-                    self._jobs.fail(job, error, self._timer.now())
+                    self._jobs.fail(job, error, now)
 
     def _draw_from(
         self,
@@ -136,7 +136,7 @@ class Postprocess:
             row += item.num_logits
         return seqs, places, generations
 
-    def _digest(self, job: Job, part: Planned, own: _Own) -> None:
+    def _digest(self, job: Job, part: Planned, own: _Own, now: float) -> None:
         """What one sequence's rows, or the token drawn from them, mean for its request."""
         sequence, start = part.sequence, part.item.start
         if isinstance(own, StokerError):
@@ -146,38 +146,37 @@ class Postprocess:
                 assert isinstance(own, np.ndarray), f"{sequence!r} has no rows"
                 self._note_prompt_logprobs(job, start, own)
             if sequence is job.leader and job.first_token_s is None:
-                self._tell_progress(job, sequence)
-        if sequence.num_pending > sequence.is_to_embed:
+                self._tell_progress(job, sequence, now)
+        if len(sequence.tokens) - sequence.num_computed > sequence.is_to_embed:
             return
         index = sequence.key.index
         if job.request.max_tokens == 0:
             if job.request.state_output is not None:
                 self._jobs.events.append(self._state_of(job, sequence))
-            self._jobs.end_choice(job, index, FinishReason.LENGTH, self._timer.now())
+            self._jobs.end_choice(job, index, FinishReason.LENGTH, now)
             return
         if isinstance(own, int):
-            self._take(job, sequence, own)
+            self._take(job, sequence, own, now)
         else:
-            self._draw_tokens(job, part, own)
+            self._draw_tokens(job, part, own, now)
 
-    def _tell_progress(self, job: Job, sequence: Sequence) -> None:
+    def _tell_progress(self, job: Job, sequence: Sequence, now: float) -> None:
         """Publish how far the prompt is; whose client did not ask sees its end by what comes after it."""
-        now = self._timer.now()
         is_due = sequence.num_pending > 0 and now - job.progress_s >= PROGRESS_EVERY_S
         if job.request.return_progress or is_due:
             job.progress_s = now
             self._jobs.events.append(job.progress(sequence, now))
 
-    def _take(self, job: Job, sequence: Sequence, token: int) -> None:
+    def _take(self, job: Job, sequence: Sequence, token: int, now: float) -> None:
         """The next token was drawn: it is delivered now, or after the next launch."""
         generation = job.choices[sequence.key.index].generation
-        can_wait = self._defers and len(sequence.tokens) + 1 < self._n_ctx
         sequence.tokens.append(token)
-        self._undelivered.append((job, sequence))
-        if not can_wait or generation.is_last(token):
-            self._deliver(*self._undelivered.pop())
+        if self._defers and len(sequence.tokens) < self._n_ctx and not generation.is_last(token):
+            self._undelivered.append((job, sequence))
+        else:
+            self._publish(job, sequence, generation.deliver(), now)
 
-    def _draw_tokens(self, job: Job, part: Planned, rows: Rows | Candidates) -> None:
+    def _draw_tokens(self, job: Job, part: Planned, rows: Rows | Candidates, now: float) -> None:
         """The next token, and those after it that were computed ahead for as long as they are what is drawn.
 
         What else was computed ahead is taken back, also where the request ends or fails on the way.
@@ -185,7 +184,7 @@ class Postprocess:
         sequence, generation = part.sequence, job.choices[part.sequence.key.index].generation
         num_ahead = sequence.num_ahead
         if self._defers and not num_ahead and not isinstance(rows, Candidates):
-            self._take(job, sequence, generation.draw(rows[-1]))
+            self._take(job, sequence, generation.draw(rows[-1]), now)
             return
         sequence.num_drafted += num_ahead
         draft = part.item.tokens[len(part.item.tokens) - num_ahead :]
@@ -199,27 +198,27 @@ class Postprocess:
             else:
                 self._scheduler.take_back(sequence)
             sequence.tokens.append(token)
-            self._publish(job, sequence, delta)
+            self._publish(job, sequence, delta, now)
             if not is_guessed:
                 return
 
     def deliver(self) -> None:
         """Make events of the tokens that were only drawn; the step after may be in flight."""
-        undelivered, self._undelivered = self._undelivered, []
+        if not self._undelivered:
+            return
+        undelivered, self._undelivered, now = self._undelivered, [], self._timer.now()
         for job, sequence in undelivered:
+            if job.request_id not in self._jobs:
+                continue  # another choice has failed, and the request with it
             try:
-                self._deliver(job, sequence)
+                delta = job.choices[sequence.key.index].generation.deliver()
+                self._publish(job, sequence, delta, now)
             except StokerError as error:
                 self._end_in_flight(sequence)
-                self._jobs.fail(job, error, self._timer.now())
+                self._jobs.fail(job, error, now)
 
-    def _deliver(self, job: Job, sequence: Sequence) -> None:
-        if job.request_id in self._jobs:  # else another choice has failed, and the request with it
-            self._publish(job, sequence, job.choices[sequence.key.index].generation.deliver())
-
-    def _publish(self, job: Job, sequence: Sequence, delta: Delta) -> None:
+    def _publish(self, job: Job, sequence: Sequence, delta: Delta, now: float) -> None:
         """The event of a token; end the choice if it is its last, or if no further one would fit."""
-        now = self._timer.now()
         if job.first_token_s is None:
             job.first_token_s = now
         job.note(delta)

@@ -261,10 +261,11 @@ class StepRunner:
         """Draw from the rows of the step in flight, if there is one."""
         if self._overlaps:
             self.deliver()  # of the step before it; done already, unless this one's launch failed
-        self.collect()
-        step, self._launched = self._launched, None
+        step = self._launched
         if step is None:
             return
+        self.collect()
+        self._launched = None
         if step.rows is not None:
             self._postprocess.draw(step.plan, step.in_flight)
             self._speculator.learn(step.plan, step.took_s)
@@ -365,8 +366,9 @@ class StepRunner:
             sequence.guess_last()
 
     def _apply_late(self) -> None:
-        if late := self._scheduler.allocator.take_late_ops():
-            failed = carry_out(late, self._backend, self._scheduler.allocator)
+        allocator = self._scheduler.allocator
+        if allocator.late_ops:
+            failed = carry_out(allocator.take_late_ops(), self._backend, allocator)
             assert not failed, f"a late op began {failed}"
 
 

@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from stoker.backends.protocol.encoding import Encoder
     from stoker.backends.protocol.extensions import Threads
     from stoker.engine.threads.controller import Clocked
-    from stoker.engine.threads.governor import Decision
     from stoker.scheduler.cost import StepCost
 
 UNMEASURED_STEP_S = 60.0
@@ -77,8 +76,8 @@ class Stopwatch:
         assert place in self._running, "a step ended that had not begun"
         started_s, _ = self._running.pop(place)
         took_s = self._spent_s(started_s, self.now())
-        token_s = took_s / num_tokens
-        self._token_s = max(token_s, 0.99 * (self._token_s or 0.0))
+        token_s, faded_s = took_s / num_tokens, 0.99 * (self._token_s or 0.0)
+        self._token_s = max(token_s, faded_s)
         self.num_steps += 1
         self.busy_s += took_s
         return took_s
@@ -87,10 +86,8 @@ class Stopwatch:
         """It failed."""
         self._running.pop(place, None)
 
-    @staticmethod
-    def now() -> float:
-        """The engine's clock, in seconds."""
-        return time.monotonic()
+    now: Callable[[], float] = staticmethod(time.monotonic)
+    """The engine's clock, in seconds."""
 
     def read(self) -> tuple[float, float]:
         """Seconds the running step has taken and may take, of several the latest one; else (0, watchdog_s).
@@ -217,8 +214,8 @@ class StepTimer:
         """A native step over `num_tokens` starts; those in flight on one of its devices are waited for."""
         if self.in_flight:
             self.collect(place)
-        if self._controller is not None:
-            self._follow(self._controller.begin())
+        if self._controller is not None and (decision := self._controller.begin()) is not None:
+            self._use(decision.num_threads)
         self._clock.begin(num_tokens, place)
 
     def collect(self, place: Place = EVERYWHERE) -> None:
@@ -279,17 +276,14 @@ class StepTimer:
         is_disturbed = controller.governor.is_disturbed or lap.num_threads != model.cost.num_threads
         if not was_cold and not (is_disturbed and model.cost.knows(num_tokens)):
             model.cost.learn(num_tokens, took_s)
-        self._follow(decision)
+        if decision is not None:
+            self._use(decision.num_threads)
 
     def abandon(self, place: Place = EVERYWHERE) -> None:
         """It failed: its time says nothing."""
         self._clock.abandon(place)
         if self._controller is not None:
             self._controller.abandon()
-
-    def _follow(self, decision: Decision | None) -> None:
-        if decision is not None:
-            self._use(decision.num_threads)
 
     def _use(self, num_threads: int) -> None:
         for model in self._models:

@@ -304,7 +304,8 @@ class LlamaVocabulary:
 
     def piece(self, token: int) -> bytes:
         """The bytes a generated token adds to the text; empty for control tokens."""
-        self._check(token)
+        if not 0 <= token < self.n_vocab:
+            raise self._unknown(token)
         piece = self._pieces[token]
         if piece is None:
             piece = self._pieces[token] = self._fetch(token, special=False)
@@ -312,7 +313,8 @@ class LlamaVocabulary:
 
     def special_piece(self, token: int) -> bytes:
         """Like `piece`, with control tokens spelled out."""
-        self._check(token)
+        if not 0 <= token < self.n_vocab:
+            raise self._unknown(token)
         piece = self._special_pieces[token]
         if piece is None:
             piece = self._special_pieces[token] = self._fetch(token, special=True)
@@ -350,9 +352,8 @@ class LlamaVocabulary:
         template = llama.llama_model_chat_template(self._model, None)
         return None if template is None else str(template, "utf-8", "replace")
 
-    def _check(self, token: int) -> None:
-        if not 0 <= token < self.n_vocab:
-            raise InvalidRequestError(f"token {token} is not in 0 .. {self.n_vocab - 1}", param="tokens")
+    def _unknown(self, token: int) -> InvalidRequestError:
+        return InvalidRequestError(f"token {token} is not in 0 .. {self.n_vocab - 1}", param="tokens")
 
     def _spelling(self, token: int) -> str:
         return "" if token == _NO_TOKEN else self.special_piece(token).decode(errors="replace")
