@@ -398,10 +398,11 @@ def test_the_peer_is_built_with_the_same_flags_and_reports_progress(monkeypatch:
 
 def test_own_time_is_the_turn_without_the_native_call() -> None:
     """Q9: only steps that decode all rows, followed by another such step, count."""
-    steps = [Turn(began_s=0.1 * i, began_cpu_s=0.06 * i, num_tokens=8) for i in range(30)]
+    steps = [Turn(num_tokens=8, began_s=0.1 * i, began_cpu_s=0.06 * i) for i in range(30)]
     for turn in steps:
-        turn.native_s, turn.native_cpu_s, turn.drawing_s = 0.098, 0.059, 0.0005
-    overhead = summarise("greedy", 8, [Turn(-9.0, -9.0, 200), *steps])
+        turn.ended_s, turn.ended_cpu_s = turn.began_s + 0.098, turn.began_cpu_s + 0.059
+        turn.drawing_s = 0.0005
+    overhead = summarise("greedy", 8, [Turn(200, -9.0, -9.0), *steps])
     assert overhead.num_steps == 29
     assert [overhead.own_median_ms, overhead.own_p95_ms] == pytest.approx([2.0, 2.0])
     assert [overhead.own_cpu_median_ms, overhead.drawing_median_ms] == pytest.approx([1.0, 0.5])
