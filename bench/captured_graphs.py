@@ -20,7 +20,8 @@ import llama_cpp  # noqa: F401 - before numpy: see `stoker.engine.process.load_n
 import numpy as np
 
 from stoker.backends.llama import binding
-from stoker.backends.llama.context import ContextOptions, LlamaContext
+from stoker.backends.llama.context import LlamaContext
+from stoker.backends.llama.context_options import ContextOptions
 from stoker.backends.llama.model import LlamaModel, ModelOptions
 from stoker.backends.protocol.backend import BatchPlan, PlanItem
 

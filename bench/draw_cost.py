@@ -19,7 +19,8 @@ from statistics import median
 from typing import TYPE_CHECKING
 
 from bench.errors import BenchError
-from stoker.backends.llama.context import ContextOptions, LlamaContext
+from stoker.backends.llama.context import LlamaContext
+from stoker.backends.llama.context_options import ContextOptions
 from stoker.backends.llama.model import LlamaModel, ModelOptions
 from stoker.backends.protocol.backend import BatchPlan, PlanItem
 from stoker.errors import StokerError

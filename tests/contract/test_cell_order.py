@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 
 from stoker.backends.llama.cells import OrderedPool
-from stoker.backends.llama.context import ContextOptions, KeyType, LlamaContext
+from stoker.backends.llama.context import LlamaContext
+from stoker.backends.llama.context_options import ContextOptions, KeyType
 from stoker.backends.llama.model import LlamaModel, ModelOptions
 from stoker.backends.llama.state import SequenceStates
 from stoker.backends.protocol.backend import BatchPlan, PlanItem

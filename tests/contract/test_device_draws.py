@@ -13,7 +13,8 @@ import pytest
 from stoker.backends.llama.backend import LlamaBackend
 from stoker.backends.llama.binding import llama
 from stoker.backends.llama.cells import Streams
-from stoker.backends.llama.context import ContextOptions, LlamaContext
+from stoker.backends.llama.context import LlamaContext
+from stoker.backends.llama.context_options import ContextOptions
 from stoker.backends.llama.graph import draws
 from stoker.backends.llama.model import LlamaModel, ModelOptions
 from stoker.backends.protocol.backend import BatchPlan, PlanItem

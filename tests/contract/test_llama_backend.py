@@ -16,7 +16,8 @@ import pytest
 
 from stoker.backends.llama.backend import LlamaBackend, _context_options, load
 from stoker.backends.llama.binding import accelerators, llama
-from stoker.backends.llama.context import ContextOptions, KeyType, LlamaContext
+from stoker.backends.llama.context import LlamaContext
+from stoker.backends.llama.context_options import ContextOptions, KeyType
 from stoker.backends.llama.model import LlamaModel, ModelOptions
 from stoker.backends.llama.threads import num_physical_cores
 from stoker.backends.protocol.backend import BatchPlan, PlanItem

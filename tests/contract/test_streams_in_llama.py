@@ -15,7 +15,8 @@ from stoker.backends.llama import binding
 from stoker.backends.llama.backend import LlamaBackend
 from stoker.backends.llama.binding import llama
 from stoker.backends.llama.cells import Streams
-from stoker.backends.llama.context import ContextOptions, KeyType, LlamaContext
+from stoker.backends.llama.context import LlamaContext
+from stoker.backends.llama.context_options import ContextOptions, KeyType
 from stoker.backends.llama.model import LlamaModel, ModelOptions
 from stoker.backends.llama.state import SequenceStates
 from stoker.backends.protocol.backend import BatchPlan, PlanItem, Rows

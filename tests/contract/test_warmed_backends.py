@@ -9,7 +9,8 @@ import pytest
 from test_backend_contract import assert_near, feed, prompt
 
 from stoker.backends.llama.backend import LlamaBackend
-from stoker.backends.llama.context import ContextOptions, LlamaContext
+from stoker.backends.llama.context import LlamaContext
+from stoker.backends.llama.context_options import ContextOptions
 from stoker.backends.llama.model import LlamaModel, ModelOptions
 from stoker.backends.protocol.backend import BatchPlan, PlanItem
 from stoker.engine.runners.warming import Warming

@@ -15,7 +15,8 @@ from bench import captured_graphs
 from stoker.backends.device import Device
 from stoker.backends.llama import context as contexts
 from stoker.backends.llama.binding import llama
-from stoker.backends.llama.context import ContextOptions, LlamaContext
+from stoker.backends.llama.context import LlamaContext
+from stoker.backends.llama.context_options import ContextOptions
 from stoker.backends.llama.graph.ggml import F32, GraphTensor, InitParams, ggml
 from stoker.backends.llama.graph.marks import NUM_MARKS, NUM_PLACES, GraphMarks
 from stoker.backends.llama.model import LlamaModel, ModelOptions

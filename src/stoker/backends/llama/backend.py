@@ -15,7 +15,8 @@ import numpy as np
 
 from stoker.backends.llama.adapters import Adapters
 from stoker.backends.llama.binding import label, sum_by_device
-from stoker.backends.llama.context import ContextOptions, KeyType, LlamaContext
+from stoker.backends.llama.context import LlamaContext
+from stoker.backends.llama.context_options import ContextOptions, KeyType
 from stoker.backends.llama.draft import DraftModel, open_draft
 from stoker.backends.llama.model import LlamaModel, ModelOptions
 from stoker.backends.llama.oneshot.scoring import ChoiceScoring, Scorer

@@ -19,7 +19,8 @@ import numpy as np
 from stoker.backends.llama.backend import LlamaBackend
 from stoker.backends.llama.batch import TokenBatch
 from stoker.backends.llama.binding import llama
-from stoker.backends.llama.context import ContextOptions, LlamaContext
+from stoker.backends.llama.context import LlamaContext
+from stoker.backends.llama.context_options import ContextOptions
 from stoker.backends.llama.model import LlamaModel
 from stoker.backends.llama.smoke.smoke import tried_options
 from stoker.backends.llama.threads import num_physical_cores

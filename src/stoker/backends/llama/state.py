@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from stoker.backends.llama.binding import LIBRARY_VERSION
-from stoker.backends.llama.context import ContextOptions, LlamaContext
+from stoker.backends.llama.context import LlamaContext
+from stoker.backends.llama.context_options import ContextOptions
 from stoker.backends.protocol.backend import BatchPlan, PlanItem
 from stoker.errors import (
     InvalidRequestError,

@@ -20,7 +20,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from stoker.backends.llama.context import ContextOptions, KeyType, LlamaContext
+from stoker.backends.llama.context import LlamaContext
+from stoker.backends.llama.context_options import ContextOptions, KeyType
 from stoker.backends.protocol.backend import BatchPlan, PlanItem
 from stoker.backends.protocol.scoring import LEAST_SLICE, ScoredTokens
 from stoker.errors import ModelLoadError, PoolFullError, StepFailedError

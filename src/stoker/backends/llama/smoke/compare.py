@@ -19,7 +19,8 @@ import llama_cpp  # noqa: F401 - before numpy: see `stoker.engine.process.load_n
 import msgspec
 import numpy as np
 
-from stoker.backends.llama.context import ContextOptions, LlamaContext
+from stoker.backends.llama.context import LlamaContext
+from stoker.backends.llama.context_options import ContextOptions
 from stoker.backends.llama.model import LlamaModel, ModelOptions
 from stoker.backends.llama.threads import num_physical_cores
 from stoker.backends.protocol.backend import BatchPlan, PlanItem

@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from stoker.backends.llama.binding import llama
-from stoker.backends.llama.context import ContextOptions, KeyType, LlamaContext
+from stoker.backends.llama.context import LlamaContext
+from stoker.backends.llama.context_options import ContextOptions, KeyType
 from stoker.backends.llama.smoke.first_decode import first_tokens
 from stoker.backends.protocol.backend import BatchPlan, PlanItem
 

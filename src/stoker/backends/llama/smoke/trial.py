@@ -21,7 +21,8 @@ from pathlib import Path
 import msgspec
 
 from stoker.backends.llama.binding import label
-from stoker.backends.llama.context import ContextOptions, LlamaContext
+from stoker.backends.llama.context import LlamaContext
+from stoker.backends.llama.context_options import ContextOptions
 from stoker.backends.llama.model import LlamaModel, ModelOptions
 from stoker.backends.llama.seq2seq import SourceReader
 from stoker.backends.llama.smoke.first_decode import BATCH_TOKENS, first_tokens, nonsense_in
