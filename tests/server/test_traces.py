@@ -25,6 +25,7 @@ DIALECTS = {
     "/api/chat": {"model": "fake", "messages": MESSAGES, "stream": False, "options": {"num_predict": 3}},
     "/api/generate": {"model": "fake", "prompt": WORDS, "stream": False, "options": {"num_predict": 3}},
     "/v1/choose": {"prompt": WORDS, "choices": [" a", " b"]},
+    "/v1/embeddings": {"input": [WORDS, "another"], "kind": "state"},
 }
 
 
@@ -105,6 +106,9 @@ def test_every_dialect_goes_on_with_the_callers_trace_and_tells_no_text(start_se
     roots = {text_of(span, "http.route"): span for span in spans if span.parent_span_id.hex() == PARENT}
     assert roots.keys() == DIALECTS.keys()
     assert {span.trace_id.hex() for span in spans} == {TRACE}
+    for path, root in roots.items():
+        below = {span.name for span in spans if span.parent_span_id == root.span_id}
+        assert {"prepare", "queue", "prefill"} <= below, path
     chat = roots["/v1/chat/completions"]
     assert chat.name == "chat fake"
     below = [span for span in spans if span.parent_span_id == chat.span_id]

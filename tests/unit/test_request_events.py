@@ -105,7 +105,13 @@ async def test_a_call_of_several_requests_is_one_end() -> None:
     assert last["request_id"] == "last"
     assert {event.get("group") for event in ends.others} == {None, "mine", "last"}
     begun = [event for event in ends.others if event["request_id"] == "mine"]
-    assert [(event["what"], event["num_members"]) for event in begun] == [("arrived", 3)]
+    assert (begun[0]["what"], begun[0]["num_members"]) == ("arrived", 3)
+    assert [event["move"]["state"] for event in begun if "move" in event] == [
+        "preparing",
+        "queued",
+        "prefill",
+    ]
+    assert [move["state"] for move in end["moves"]] == ["preparing", "queued", "prefill", "ended"]
 
 
 async def test_every_kind_of_request_and_call_is_told_of() -> None:
@@ -149,8 +155,8 @@ async def test_only_the_last_that_ended_are_kept() -> None:
     async with told("fake:encoder=1") as (runtime, ends):
         for number in range(MAX_RECENT + 3):
             await runtime.embed("x", request_id=f"call-{number}")
+            await ends.next()
         recent = (await runtime.status()).recent
-        await ends.next()
     assert [one.request_id for one in recent] == [f"call-{number}" for number in range(3, MAX_RECENT + 3)]
 
 

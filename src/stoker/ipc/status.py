@@ -57,6 +57,26 @@ class WaitStatus(msgspec.Struct, frozen=True, kw_only=True):
     by: str | None = None
 
 
+class RequestMove(msgspec.Struct, frozen=True, kw_only=True):
+    """A change of what a request does, or of why it waits.
+
+    Attributes:
+        at: seconds since the epoch.
+        state: held, preparing, queued, prefix_wait, prefill, decode, parked, paused or ended.
+        index: the choice; None: all that have not ended.
+        slot: of the choice; None: it has none.
+        reason: for people; of an end its reason or its error's code.
+        by: the request that `reason` names; None: it names none.
+    """
+
+    at: float
+    state: str
+    index: int | None = None
+    slot: int | None = None
+    reason: str = ""
+    by: str | None = None
+
+
 class CallKind(StrEnum):
     """What a caller's call of several requests computes."""
 
@@ -78,6 +98,8 @@ class GroupStatus(msgspec.Struct, frozen=True, kw_only=True):
         position, eta_s: of its foremost request, as in `WaitStatus`; None: one runs, or none waits.
         deadline_s: seconds left of its `timeout_s`; None: it has none.
         age_s: seconds since it began.
+        waits_for: why it does not compute now, for people; empty: a request of it does.
+        moves: what it went through, the last 64, the oldest first.
         usage: of those that have ended.
         timings: of the same: the time in the queue of the first of them, and the sum of the others.
     """
@@ -95,28 +117,10 @@ class GroupStatus(msgspec.Struct, frozen=True, kw_only=True):
     eta_s: float | None = None
     deadline_s: float | None = None
     age_s: float = 0.0
+    waits_for: str = ""
+    moves: list[RequestMove] = []
     usage: Usage = Usage()
     timings: Timings = Timings()
-
-
-class RequestMove(msgspec.Struct, frozen=True, kw_only=True):
-    """A change of what a request does, or of why it waits.
-
-    Attributes:
-        at: seconds since the epoch.
-        state: held, preparing, queued, prefix_wait, prefill, decode, parked, paused or ended.
-        index: the choice; None: all that have not ended.
-        slot: of the choice; None: it has none.
-        reason: for people; of an end its reason or its error's code.
-        by: the request that `reason` names; None: it names none.
-    """
-
-    at: float
-    state: str
-    index: int | None = None
-    slot: int | None = None
-    reason: str = ""
-    by: str | None = None
 
 
 class RequestStatus(msgspec.Struct, frozen=True, kw_only=True):

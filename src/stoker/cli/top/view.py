@@ -80,7 +80,7 @@ class RuntimeView:
 
     @property
     def waiting(self) -> list[Document]:
-        """Rows of those that have no slot, as they will get one: the queue first, then what stands apart."""
+        """Rows of those without a slot: what is computed so, the queue, then what stands apart."""
         in_slots = {lane["request_id"] for lane in self.lanes.values() if lane.get("request_id")}
         busy_groups = {self.requests[one].get("group") for one in in_slots if one in self.requests}
         apart = (
@@ -245,7 +245,16 @@ class RuntimeView:
         return iter([key for key in self.lanes if key[0] == model_id])
 
 
-_ORDER = {"prefix_wait": 0, "queued": 0, "preparing": 1, "held": 2, "parked": 3, "paused": 4}
+_ORDER = {
+    "prefill": -1,
+    "decode": -1,
+    "prefix_wait": 0,
+    "queued": 0,
+    "preparing": 1,
+    "held": 2,
+    "parked": 3,
+    "paused": 4,
+}
 
 
 def _place(row: Document) -> tuple[int, int, float]:

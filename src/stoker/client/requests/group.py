@@ -16,7 +16,9 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from stoker.client.requests.call_moves import CallMoves
 from stoker.client.requests.meter import tokens_per_second
+from stoker.client.requests.moves import LOADING, ShownState
 from stoker.client.requests.record import RequestRecord, request_id_of
 from stoker.errors import RequestCancelledError, RequestTimeoutError
 from stoker.ipc.events import Finished
@@ -31,7 +33,6 @@ if TYPE_CHECKING:
     from stoker.ipc.status import WaitStatus
 
 
-_COMPUTES = frozenset({"prefill", "decode"})
 _KNOWN_AS = ("request_id", "names", "owner", "route")
 
 
@@ -75,6 +76,9 @@ class RequestGroup:
         id: that of `known_as`, or one that is made up.
         members: those that are live, by id, in order of submission.
         is_paused, is_cancelled: what its caller wants of all of them.
+        num_done: those that have ended with what they were for.
+        moves: what it went through, as others are shown it.
+        told_s: when subscribers were last told how far it is, on the clock of the meters.
     """
 
     kind: CallKind
@@ -86,9 +90,11 @@ class RequestGroup:
     members: dict[str, RequestRecord] = field(default_factory=dict)
     is_paused: bool = False
     is_cancelled: bool = False
+    num_done: int = 0
+    moves: CallMoves = field(init=False)
+    told_s: float = 0.0
     _tag: str = field(default_factory=lambda: secrets.token_hex(3))  # an id may be used again at once
     _num_begun: int = 0
-    _num_done: int = 0
     _usage: Usage = field(default_factory=Usage)
     _timings: Timings | None = None
     _begun_s: float = field(default_factory=lambda: asyncio.get_running_loop().time())
@@ -102,6 +108,7 @@ class RequestGroup:
 
     def __post_init__(self) -> None:
         self.id = request_id_of(self.known_as.request_id)
+        self.moves = CallMoves(self._arrived_at)
 
     @property
     def owner(self) -> str:
@@ -109,7 +116,7 @@ class RequestGroup:
         return self.known_as.owner
 
     def __repr__(self) -> str:
-        return f"<RequestGroup {self.id} {self.kind} {self._num_done} of {self.num_members} done>"
+        return f"<RequestGroup {self.id} {self.kind} {self.num_done} of {self.num_members} done>"
 
     async def stream(self, request: GenerateRequest) -> AsyncGenerator[StreamEvent, None]:
         """The events of one more request of the group, which gets what is left of the group's time.
@@ -156,17 +163,18 @@ class RequestGroup:
 
     def cancelled_error(self) -> RequestCancelledError:
         """What its call ends with once it was cancelled."""
-        text = f"{self.id} was cancelled with {self._num_done} of {self.num_members} done"
+        text = f"{self.id} was cancelled with {self.num_done} of {self.num_members} done"
         return RequestCancelledError(text)
 
     # ------------------------------------------------------------ what the table says
 
     def ended(self, request_id: str, end: Finished | None) -> None:
         """One of its requests has ended; None: it failed."""
+        self.moves.member_ended(request_id)
         self._note(self.members.pop(request_id).status(time.monotonic()))
         if end is None or self.is_cancelled:
             return
-        self._num_done += 1
+        self.num_done += 1
         self._usage = total_usage([self._usage, end.usage])
         before, new = self._timings, end.timings
         self._timings = (
@@ -191,6 +199,8 @@ class RequestGroup:
 
     def ended_as(self, end: FinishReason | ErrorInfo) -> RequestStatus:
         """What the call was and what it took, now that it has ended so."""
+        reason = str(end) if isinstance(end, FinishReason) else end.code
+        self.moves.all_move(ShownState.ENDED, self._arrived_at + self._age_s(), reason)
         return msgspec.structs.replace(
             self.request_status(),
             state="ended",
@@ -199,17 +209,16 @@ class RequestGroup:
             error=None if isinstance(end, FinishReason) else end,
         )
 
-    def _shown_state(self) -> tuple[str, str]:
-        """Where it is, and why it waits: as its foremost request."""
-        if self.is_paused:
-            return "paused", "asked to"
-        states = [(member.status(time.monotonic())) for member in self.members.values()]
-        first = next((one for one in states if one.state in _COMPUTES), states[0] if states else None)
-        return ("preparing", "") if first is None else (first.state, first.waits_for)
+    @property
+    def _waits_for(self) -> str:
+        """Why it does not compute, with how far the load of its model is."""
+        why = self.moves.waits_for
+        first = next(iter(self.members.values()), None)
+        fraction = first.meter.load_fraction if first else 0.0
+        return f"{why}, {fraction:.0%}" if why == LOADING and fraction else why
 
     def request_status(self) -> RequestStatus:
         """The call as a request: what it is and how far it has come."""
-        state, waits_for = self._shown_state()
         timings = self._timings or Timings(queue_s=self._age_s())
         decode_s = 0.0 if self._first_token_s is None else timings.decode_s
         return RequestStatus(
@@ -231,13 +240,15 @@ class RequestGroup:
             num_parks=self._num_parks,
             parked_s=self._parked_s,
             waited_for=self._waited_for,
-            state=state,
-            waits_for=waits_for,
+            state=str(self.moves.state),
+            waits_for=self._waits_for,
             cache_source=self._usage.cache_source,
             end_to_end_s=self._age_s(),
             num_restarts=self._num_restarts,
-            num_members=max(self.num_members, self._num_done + len(self.members)),
-            num_done=self._num_done,
+            moves=self.moves.listed,
+            num_moves=self.moves.num_moves,
+            num_members=max(self.num_members, self.num_done + len(self.members)),
+            num_done=self.num_done,
         )
 
     def stop(self) -> None:
@@ -263,12 +274,14 @@ class RequestGroup:
             model=self.request.model,
             priority=self.request.priority,
             state="paused" if self.is_paused else "running" if is_running else "queued",
-            num_members=max(self.num_members, self._num_done + len(self.members)),
-            num_done=self._num_done,
+            num_members=max(self.num_members, self.num_done + len(self.members)),
+            num_done=self.num_done,
             position=first.position if first else None,
             eta_s=first.eta_s if first else None,
             deadline_s=self._left_s(),
             age_s=self._age_s(),
+            waits_for=self._waits_for,
+            moves=self.moves.listed,
             usage=self._usage,
             timings=self._timings or Timings(),
         )

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from stoker.client.requests.load_rows import LoadRows
-from stoker.client.requests.meter import Wait
+from stoker.client.requests.meter import PROGRESS_EVERY_S, Wait
 from stoker.client.requests.moves import ShownState
 from stoker.ipc.events import (
     Delta,
@@ -96,8 +96,13 @@ class RequestHistory:
     def call_began(self, group: RequestGroup) -> None:
         """A call of several requests has come."""
         status = group.request_status()
-        row = {**status.as_row(), "group": None}
+        row = {**status.as_row(), "group": None, "move": msgspec.to_builtins(status.moves[-1])}
         self._bus.request_told(status.request_id, "arrived", row, group.owner)
+
+    def call_paused(self, group: RequestGroup) -> None:
+        """Its caller stops a call; its requests are told of one by one, as they stand still."""
+        at = time.time()
+        self._publish_of_call("paused", group, group.moves.all_move(ShownState.PAUSED, at, "asked to"))
 
     def given(self, record: RequestRecord) -> None:
         """An engine is given a request, perhaps not the first one."""
@@ -152,10 +157,12 @@ class RequestHistory:
             meter = record.meter
             if move is None and isinstance(event, Waiting):
                 return
+            wait = record.moves.wait
             fields = {
                 "position": meter.position,
                 "eta_s": meter.eta_s(now),
-                "waits_for": record.moves.waits_for,
+                "waits_for": wait.reason if wait else "",
+                "by": wait.by if wait else None,  # so that other keys are not told who that is
             }
             self._publish("queued" if isinstance(event, Queued) else "waiting", record, move, fields)
         elif move is not None:
@@ -267,12 +274,37 @@ class RequestHistory:
         move: RequestMove | None,
         fields: Mapping[str, Any] | None = None,
     ) -> None:
+        group = record.group
+        if group is not None and move is not None and not group.is_paused:
+            self._publish_of_call(
+                what, group, group.moves.member_moved(record.request_id, record.moves, move)
+            )
         if self._bus.keeps:
             told = dict(fields or {})
             if move is not None:
                 told["move"] = msgspec.to_builtins(move)
-            told["group"] = record.group.id if record.group else None
+            told["group"] = group.id if group else None
             self._bus.request_told(record.request_id, what, told, record.owner)
+
+    def call_went_on(self, group: RequestGroup) -> None:
+        """A request of a call has ended: tell how far that is, but not after each, nor after the last."""
+        now, is_last = self._now(), group.num_done >= group.num_members
+        if self._bus.keeps and not is_last and now - group.told_s >= PROGRESS_EVERY_S:
+            group.told_s = now
+            status = group.request_status()
+            fields = {
+                "num_done": status.num_done,
+                "num_members": status.num_members,
+                "prompt_tokens": status.prompt_tokens,
+                "group": None,
+            }
+            self._bus.request_told(group.id, "progress", fields, group.owner)
+
+    def _publish_of_call(self, what: str, group: RequestGroup, move: RequestMove | None) -> None:
+        """Tell of a move of a call, and how far it is."""
+        if move is not None and self._bus.keeps:
+            told = {"move": msgspec.to_builtins(move), "num_done": group.num_done, "group": None}
+            self._bus.request_told(group.id, what, told, group.owner)
 
 
 def _fields(event: RequestEvent) -> dict[str, Any]:

@@ -21,6 +21,7 @@ from stoker.ipc.events import (
 from stoker.ipc.status import RequestMove
 
 LOADING = "its model is being loaded"
+NEXT_STEP = "waits for the next step"
 MAX_MOVES = 64
 """Moves that a request remembers; past this the oldest goes."""
 
@@ -39,7 +40,7 @@ class ShownState(StrEnum):
     ENDED = "ended"
 
 
-_FURTHEST = (
+FURTHEST = (
     ShownState.DECODE,
     ShownState.PREFILL,
     ShownState.PARKED,
@@ -76,7 +77,7 @@ class RequestMoves:
     def state(self) -> ShownState:
         """Of the choice that is furthest."""
         states = {move.state for move in self._latest.values()}
-        for state in _FURTHEST:
+        for state in FURTHEST:
             if state in states:
                 return state
         return ShownState(self._moves[-1].state) if self._moves else ShownState.HELD
@@ -84,10 +85,15 @@ class RequestMoves:
     @property
     def waits_for(self) -> str:
         """Why it does not compute; empty: a choice of it does, or it has ended."""
+        return self.wait.reason if self.wait else ""
+
+    @property
+    def wait(self) -> RequestMove | None:
+        """The move since which it does not compute; None: a choice of it does, or it has ended."""
         state = self.state
         if state not in _WAITS:
-            return ""
-        return next((move.reason for move in reversed(self._moves) if move.state == state), "")
+            return None
+        return next((move for move in reversed(self._moves) if move.state == state), None)
 
     @property
     def _is_on_its_way(self) -> bool:
@@ -117,7 +123,7 @@ class RequestMoves:
             case Queued() if event.awaits_model:
                 state, reason = ShownState.QUEUED, LOADING
             case Queued() if self._is_on_its_way:
-                state, reason = ShownState.QUEUED, "waits for the next step"
+                state, reason = ShownState.QUEUED, NEXT_STEP
             case Paused():
                 state, reason = ShownState.PAUSED, "asked to"
             case Resumed():
@@ -138,12 +144,14 @@ class RequestMoves:
             return None  # the request ends with it
         return self._one_moves(RequestMove(at=at, state=ShownState.ENDED, index=index, reason=reason))
 
-    def all_move(self, state: ShownState, at: float, reason: str) -> RequestMove | None:
+    def all_move(
+        self, state: ShownState, at: float, reason: str, by: str | None = None
+    ) -> RequestMove | None:
         """Every choice that has not ended; None: they were there for that reason."""
         last = self._moves[-1] if self._moves else None
         if last is not None and (last.index, last.state, last.reason) == (None, state, reason):
             return None
-        move = RequestMove(at=at, state=state, reason=reason)
+        move = RequestMove(at=at, state=state, reason=reason, by=by)
         for index in range(self._num_choices):
             if index not in self._latest or self._latest[index].state != ShownState.ENDED:
                 self._latest[index] = move

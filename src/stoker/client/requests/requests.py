@@ -233,6 +233,7 @@ class Requests:
         """Hold a request or a group until `resume`, over restarts too. Raises RequestNotFoundError."""
         if group := self.table.groups.get(request_id):
             group.is_paused = True
+            self.history.call_paused(group)
         for live in self._find(request_id):
             if not live.is_paused:
                 self._deliver(self._replay.pause(live))
@@ -366,5 +367,7 @@ class Requests:
             self.history.shown(event)  # first: with its terminal event a request is forgotten
             record = self.table.deliver(event)
             if record is not None and isinstance(event, Finished | Failed):
+                if record.group is not None:
+                    self.history.call_went_on(record.group)
                 self._replay.ended()
                 self._admission.ended(record.request.model, time.monotonic())

@@ -373,10 +373,12 @@ class ChoiceSteps:
             return
         chosen = self.queue.first(self._timer.now(), lets_background=not self._scheduler.has_people)
         if chosen is None:
+            self._jobs.publish_hindrances(self.queue.hinder_rest())
             return
         job, begun_s = self._jobs[chosen.key.request_id], self._timer.now()
-        if job.admitted_s is None:
+        if self.queue.begin(chosen, begun_s):
             self._jobs.events.append(job.admitted(chosen, begun_s))
+        self._jobs.publish_hindrances(self.queue.hinder_rest())
         try:
             self._compute(job, budget_s)
         except StokerError as error:

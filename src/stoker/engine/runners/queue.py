@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 
 LEAST_RETRY_S = 1.0
+_PEOPLE_FIRST = Hindrance("interactive requests are computed first")
 _CALL_IS_FULL = Hindrance("the call under way is full")
 SharedText = tuple[bytes, tuple[int, ...]]
 
@@ -118,10 +119,10 @@ class OneShotQueue:
         """End a text wherever it is."""
         if sequence.state is SequenceState.PAUSED:
             self.paused.remove(sequence)
-        elif sequence.state is SequenceState.QUEUED:
-            self.queue.remove(sequence)
-        else:
+        elif sequence in self.chosen:
             self.chosen.remove(sequence)
+        else:
+            self.queue.remove(sequence)
         sequence.finish_reason = reason
         sequence.move(SequenceState.DONE, now, reason)
         self._num_retired_total += 1
@@ -157,6 +158,13 @@ class OneShotQueue:
             favoured.last_step_s, favoured.owed_since_s = now, None
         return favoured
 
+    def begin(self, sequence: Sequence, now: float) -> bool:
+        """Its slices are computed from now on, while it keeps its place; returns whether that is new."""
+        is_new = sequence.state is SequenceState.QUEUED
+        if is_new:
+            sequence.move(SequenceState.PREFILL, now, "computed in slices")
+        return is_new
+
     def choose(self, max_tokens: int, max_texts: int, now: float) -> list[Sequence]:
         """Take the next call's texts out of the queue: the first one, then whole ones while they fit.
 
@@ -179,14 +187,27 @@ class OneShotQueue:
         return list(self.chosen)
 
     def hinder_rest(self) -> list[Sequence]:
-        """Note why those wait that are in no call; returns those that waited for something else before."""
+        """Note why those wait that are not computed; returns those that waited for something else before."""
         held, found = Hindrance(self.throttle.reason), []
+        others = self._others()
         for sequence in self.queue:
-            why = held if self.throttle.holds(sequence) else _CALL_IS_FULL
+            if sequence.state is not SequenceState.QUEUED:
+                continue
+            why = held if self.throttle.holds(sequence) else others
             if sequence.hindrance != why:
                 sequence.hindrance = why
                 found.append(sequence)
         return found
+
+    def _others(self) -> Hindrance:
+        """What is computed before those that wait."""
+        if self.chosen:
+            return _CALL_IS_FULL
+        first = next((each for each in self.queue if each.state is not SequenceState.QUEUED), None)
+        if first is None:
+            return _PEOPLE_FIRST
+        request_id = first.key.request_id
+        return Hindrance(f"{request_id} is computed first", by=request_id)
 
     def _allowed(self) -> list[Sequence]:
         return [sequence for sequence in self.queue if not self.throttle.holds(sequence)]

@@ -66,8 +66,9 @@ def waiting_status(runners: Iterable[ModelRunner], now: float) -> dict[SequenceS
     for runner in runners:
         for queue in runner.queues:
             for place in places(queue):
-                status = _waiting(place.sequence, runner.spec.id, now, place)
-                found[place.sequence.state].append(status)
+                if place.sequence.state in found:  # else it is computed in the place that it has
+                    status = _waiting(place.sequence, runner.spec.id, now, place)
+                    found[place.sequence.state].append(status)
             for sequence in queue.paused:
                 found[sequence.state].append(_waiting(sequence, runner.spec.id, now, None))
     return found

@@ -18,7 +18,10 @@ if TYPE_CHECKING:
 
     from prometheus_client.core import Metric
 
+    from stoker.ipc.status import GroupStatus, RequestStatus
     from stoker.runtime import RuntimeStatus
+
+    _Row = tuple[RequestStatus | GroupStatus, str]
 
 _RUNNING = frozenset({"prefill", "decode"})
 REQUEST_STATES = (
@@ -31,8 +34,7 @@ REQUEST_STATES = (
     "parked",
     "paused",
 )
-"""Where a live request can be; a call of several that runs is in `decode`."""
-_OF_CALLS = {"running": "decode"}
+"""Where a live request, or call of several, can be."""
 
 
 class WaitCause(StrEnum):
@@ -66,6 +68,7 @@ _BY_WORDS = {
     "memory": WaitCause.MEMORY,
     "heat": WaitCause.HEAT,
     "call under way": WaitCause.SLOT,
+    "computed first": WaitCause.SLOT,
 }
 """Words of the reasons that the engine gives, in the order in which they are looked for."""
 
@@ -85,8 +88,9 @@ def live_requests(status: RuntimeStatus) -> Iterable[Metric]:
     yield gauge("num_requests_waiting", "Sequences in the queue.", len(engine.queue))
     yield gauge("num_requests_parked", "Sequences preempted.", len(engine.parked))
     yield gauge("num_requests_paused", "Sequences paused.", len(engine.paused))
-    live = collections.Counter((str(one.priority), one.state) for one in status.requests)
-    live.update((str(one.priority), _OF_CALLS.get(one.state, one.state)) for one in status.groups)
+    rows: list[_Row] = [(one, one.state) for one in status.requests]
+    rows += [(one, one.moves[-1].state if one.moves else one.state) for one in status.groups]
+    live = collections.Counter((str(one.priority), state) for one, state in rows)
     values = {
         (str(priority), state): float(live[priority, state])
         for priority in Priority
@@ -94,17 +98,17 @@ def live_requests(status: RuntimeStatus) -> Iterable[Metric]:
     }
     text = "Live requests, and calls of several, by class and state."
     yield gauges("requests_live", text, ["priority", "state"], values)
-    reasons = collections.Counter(
-        wait_cause(one.state, one.waits_for) for one in status.requests if one.waits_for
-    )
+    reasons = collections.Counter(wait_cause(state, one.waits_for) for one, state in rows if one.waits_for)
     causes = {(str(cause),): float(reasons[cause]) for cause in WaitCause}
-    yield gauges("requests_waiting_for", "Live requests that do not compute, by why.", ["cause"], causes)
-    etas = {(str(priority),): _longest_eta_s(status, priority) for priority in Priority}
+    yield gauges(
+        "requests_waiting_for", "Live requests and calls that do not compute, by why.", ["cause"], causes
+    )
+    etas = {(str(priority),): _longest_eta_s(rows, priority) for priority in Priority}
     yield gauges("longest_eta_seconds", "Of those that wait for a slot.", ["priority"], etas)
     yield slots_by_state(engine.slots)
 
 
-def _longest_eta_s(status: RuntimeStatus, priority: Priority) -> float:
+def _longest_eta_s(rows: list[_Row], priority: Priority) -> float:
     """Seconds until the last of the queue runs; 0: nobody waits, or no estimate is known."""
-    etas = [one.eta_s for one in status.requests if one.priority == priority and one.state == "queued"]
+    etas = [one.eta_s for one, state in rows if one.priority == priority and state == "queued"]
     return max((eta_s for eta_s in etas if eta_s is not None), default=0.0)

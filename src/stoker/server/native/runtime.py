@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from importlib import metadata
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import msgspec
 import psutil
@@ -40,6 +40,8 @@ if TYPE_CHECKING:
     from stoker.runtime import Runtime, RuntimeStatus
 
 
+Row = TypeVar("Row", "RequestStatus", "GroupStatus")
+
 _SHOWN_AS = {"is_pinned": "pinned"}
 
 
@@ -65,7 +67,7 @@ def status_document(status: RuntimeStatus, known: Sequence[ModelStatus]) -> dict
         "queue": [_waiting(one) for one in engine.queue],
         "parked": [_waiting(one) for one in engine.parked],
         "paused": [_waiting(one) for one in engine.paused],
-        "groups": [{"request_id": group.id or None, **group_progress(group)} for group in status.groups],
+        "groups": [_call_row(group) for group in status.groups],
         "requests": [request_row(one) for one in status.requests],
         "recent": [request_row(one) for one in status.recent],
         "exits": msgspec.to_builtins(status.exits),
@@ -111,6 +113,12 @@ def _shown(status: SlotStatus | WaitStatus | ModelStatus) -> dict[str, Any]:
 
 def _waiting(status: WaitStatus) -> dict[str, Any]:
     return _shown(status) | {"request_id": status.request_id or None}  # another caller's has none
+
+
+def _call_row(group: GroupStatus) -> dict[str, Any]:
+    """A call of several requests as status shows it: how far it is, and what it went through."""
+    story = {"waits_for": group.waits_for, "moves": msgspec.to_builtins(group.moves)}
+    return {"request_id": group.id or None, **group_progress(group), **story}
 
 
 def group_progress(group: GroupStatus) -> dict[str, Any]:
@@ -183,7 +191,7 @@ def _redacted(status: RuntimeStatus, caller: Identity, owner_of: Callable[[str],
     def may_see(request_id: str) -> bool:
         return caller.may_see(owner_of(request_id))
 
-    def own(request: RequestStatus) -> RequestStatus:
+    def own(request: Row) -> Row:
         others = {move.by for move in request.moves if move.by and not may_see(move.by)}
         moves = [_veiled_move(move, others) for move in request.moves]
         return replace(request, moves=moves, waits_for=_veiled(request.waits_for, others))
@@ -202,12 +210,7 @@ def _redacted(status: RuntimeStatus, caller: Identity, owner_of: Callable[[str],
         else replace(one, request_id=None, num_tokens=0, story=[], others=[], index=None)
         for one in engine.slots
     ]
-    groups = [
-        one
-        if may_see(one.id)
-        else replace(one, id="", names=(), num_members=0, num_done=0, deadline_s=None, usage=Usage())
-        for one in status.groups
-    ]
+    groups = [own(one) if may_see(one.id) else _unnamed_call(one) for one in status.groups]
     shown = replace(
         engine,
         slots=slots,
@@ -226,6 +229,21 @@ def _redacted(status: RuntimeStatus, caller: Identity, owner_of: Callable[[str],
         recent=[own(one) for one in status.recent if caller.may_see(one.owner)],
         exits=[replace(ended, reason="") for ended in status.exits],
         settings={},
+    )
+
+
+def _unnamed_call(call: GroupStatus) -> GroupStatus:
+    """Another caller's: that there is one, and where."""
+    return msgspec.structs.replace(
+        call,
+        id="",
+        names=(),
+        num_members=0,
+        num_done=0,
+        deadline_s=None,
+        waits_for="",
+        moves=[],
+        usage=Usage(),
     )
 
 

@@ -53,11 +53,11 @@ function isThere(model, slot) {
 
 /** Requests that lived in the window, by arrival. */
 function rowsIn(state, from) {
-	const rows = [...state.live.values()];
+	const rows = [...state.live.values()].filter((row) => !row.num_members); // calls are drawn as their requests
 	for (const list of [state.ended, state.members]) {
 		for (let at = list.length - 1; at >= 0; at -= 1) {
 			if (list[at].ended_at < from) break;
-			rows.push(list[at]);
+			if (!list[at].num_members) rows.push(list[at]);
 		}
 	}
 	return rows.sort((one, other) => one.arrived_at - other.arrived_at);
