@@ -169,6 +169,7 @@ async def test_calls_of_tools_are_shown_and_their_results_given(chat):
     await say(page, "weather?")
     call = last(page).locator(".call")
     await expect(call).to_contain_text("weather")
+    await expect(call.locator("pre")).to_contain_text("}")  # arguments stream in
     assert json.loads(await call.locator("pre").inner_text()) == {"city": "Bern"}
     await call.get_by_label("Result").fill("rain")
     await last(page).get_by_role("button", name="Give the results").click()

@@ -99,6 +99,13 @@ def test_each_state_is_a_span_from_its_move_to_the_next() -> None:
     assert parked.attributes["stoker.reason"] == "gave its slot to req-9 (interactive)"
 
 
+def test_no_span_ends_after_the_request() -> None:
+    """O17: the last move may be some nanoseconds later than arrival and length are together."""
+    moves = [move(0.0, "decode", 0), move(9.5000005, "ended", 0)]
+    data = spans_of(msgspec.structs.replace(ENDED, moves=moves, num_moves=2), {})
+    assert [span.ended_at for span in data.children] == [data.ended_at]
+
+
 def test_choices_have_spans_of_their_own_and_wait_together() -> None:
     """O17: what all of them wait for ends when the last one got a slot."""
     moves = [

@@ -78,7 +78,8 @@ def spans_of(ended: RequestStatus, asked: Attributes) -> SpanData:
         asked: from `asked_attributes`; empty: not known.
     """
     operation = _OPERATIONS.get(ended.kind, ended.kind)
-    ended_at = ended.arrived_at + ended.end_to_end_s
+    # A sum of floats may be some nanoseconds before the last move, which no span may end before.
+    ended_at = max([ended.arrived_at + ended.end_to_end_s, *(move.at for move in ended.moves)])
     return SpanData(
         name=f"{operation} {ended.model}",
         begun_at=ended.arrived_at,
