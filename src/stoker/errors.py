@@ -156,10 +156,18 @@ class ContextLengthError(CallerError, code="context_length_exceeded"):
         has = f"{what} has {num_chars} characters, of which at most {max_chars} are read for it"
         return cls(_overflow(has, n_ctx), param=param, num_chars=num_chars, max_chars=max_chars, n_ctx=n_ctx)
 
+    def bounded_by(self, field: str) -> ContextLengthError:
+        """The same error where that field of the request made the context smaller than the model's."""
+        text = self.message.replace(_LARGER_CONTEXT, f"raise {field}")
+        return ContextLengthError(text, param=self.param, **self.details)
+
+
+_LARGER_CONTEXT = "serve the model with a larger context"
+
 
 def _overflow(has: str, n_ctx: int) -> str:
     context = f"This model's maximum context length is {n_ctx} tokens."
-    return f"{context} However, {has}. Shorten it, or serve the model with a larger context"
+    return f"{context} However, {has}. Shorten it, or {_LARGER_CONTEXT}"
 
 
 class UnsupportedError(CallerError, code="unsupported"):

@@ -199,6 +199,16 @@ def test_a_call_that_the_text_ends_in_is_text(able, able_client):
     assert (answer.done_reason, '"argu' in answer.message.content) == ("length", True)
 
 
+def test_images_for_a_model_that_sees_nothing_are_refused_by_their_own_name(client):
+    """N1, N3: in the words of the body that was sent."""
+    turn = {"role": "user", "content": "What?", "images": [plain()]}
+    with pytest.raises(ollama.ResponseError, match=r"^messages\.1\.images\.0: the model fake takes text"):
+        client.chat("fake", [*HELLO, turn])
+    with pytest.raises(ollama.ResponseError, match=r"^images\.0: the model fake takes text") as caught:
+        client.generate("fake", "What?", images=[plain(), plain()])
+    assert caught.value.status_code == 400
+
+
 def test_images_come_as_base64_or_bytes(able, able_client):
     """N1: in chat and in generate, raw too."""
     red = plain(colour=(255, 0, 0))
@@ -356,6 +366,8 @@ def test_a_context_is_a_bound_of_its_request(client, served):
     long = [{"role": "user", "content": "x" * 100}]
     with pytest.raises(ollama.ResponseError, match=r"maximum context length is 64 tokens.* has 1\d\d tokens"):
         client.chat("fake", long, options={"num_ctx": 64})
+    with pytest.raises(ollama.ResponseError, match=r"Shorten it, or raise options\.num_ctx"):
+        client.generate("fake", "x" * 100, options={"num_ctx": 64})
     with pytest.raises(ollama.ResponseError, match=f"maximum context length is {N_CTX} tokens"):
         client.chat("fake", [{"role": "user", "content": "x" * 4000}])
     assert client.chat("fake", long, options={"num_ctx": 10**6, "num_predict": 1}).eval_count == 1
@@ -402,7 +414,7 @@ def test_a_long_text_is_cut_only_where_that_is_asked_for(client):
     with pytest.raises(ollama.ResponseError, match="maximum context length"):
         client.embed("vectors", "x" * 9000)
     assert len(client.embed("vectors", ["x" * 9000, "one"], truncate=True).embeddings) == 2
-    with pytest.raises(ollama.ResponseError, match="no encoder") as caught:
+    with pytest.raises(ollama.ResponseError, match=r"^fake is .*: this model does not support") as caught:
         client.embed("fake", "one")
     assert caught.value.status_code == 400
 

@@ -64,7 +64,8 @@ class Bound:
         """Raises ContextLengthError, with both numbers, for a prompt that leaves no place for a token."""
         if num_tokens >= self.n_ctx:
             what = "the prompt without its answer"
-            raise ContextLengthError.over(what, num_tokens, self.n_ctx, param=self.param)
+            error = ContextLengthError.over(what, num_tokens, self.n_ctx, param=self.param)
+            raise error.bounded_by("options.num_ctx") if self.is_own else error
 
     def applied(self, request: GenerateRequest, num_tokens: int) -> GenerateRequest:
         """The request with no more tokens of an answer than the bound leaves it."""

@@ -134,6 +134,7 @@ def _content(message: Mapping[str, Any], where: str, origins: OriginRules) -> An
         raise InvalidRequestError(f"{where}.content is not text", param=f"{where}.content")
     parts = image_parts(images, f"{where}.images")
     for number in range(len(parts)):
+        origins.add(f"{where}.content.{number}", f"{where}.images.{number}")
         origins.add(f"{where}.content.{number}.image_url", f"{where}.images.{number}")
     return [*parts, {"type": "text", "text": text}] if text else parts
 

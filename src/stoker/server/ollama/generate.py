@@ -97,6 +97,7 @@ class OllamaGenerateRequest(OllamaFields):
         origins.add_text(place, "prompt")
         parts = image_parts(self.images or [], "images")
         for number in range(len(parts)):
+            origins.add(f"{place}.content.{number}", f"images.{number}")
             origins.add(f"{place}.content.{number}.image_url", f"images.{number}")
         content: Any = [*parts, {"type": "text", "text": self.prompt or ""}] if parts else self.prompt
         return [*turns, {"role": "user", "content": content}]
