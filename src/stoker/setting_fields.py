@@ -127,6 +127,8 @@ def _layers(value: object) -> object:
         return int(text)
     if text and text not in {"auto", "all"}:
         raise ValueError(f"{value!r} is neither a whole number nor auto or all")
+    if isinstance(value, int) and not 0 <= value <= MAX_LAYERS:
+        raise ValueError(f"{value} is neither auto nor all nor between 0 and {MAX_LAYERS}")
     return text or value
 
 

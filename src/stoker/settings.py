@@ -380,27 +380,35 @@ def mistakes_of(document: Mapping[str, Any]) -> Iterator[InvalidRequestError]:
             continue
         try:
             name = _known(key)
+            _check_no_table(key, name, value)
             (EngineSettings if name in EngineSettings.model_fields else ServerSettings)(**{name: value})
         except InvalidRequestError as error:
-            yield error
+            head, dot, rest = (error.param or key).partition(".")
+            own = f"{key}{dot}{rest}" if head == _SINGULAR.get(key) else error.param  # as it is written there
+            text = error.message.removeprefix(f"{error.param}: ")
+            yield InvalidRequestError(f"{own}: {text}", param=own)
+
+
+def _check_no_table(key: str, name: str, value: object) -> None:
+    """Raises InvalidRequestError for tables of models that are written `[model.NAME]`."""
+    if name == "models" and isinstance(value, dict):
+        raise InvalidRequestError(f"{key}: tables of models are written [models.NAME]", param=key)
 
 
 def _mistakes_of_table(
     field: str, kind: type[KeySettings | ModelSettings], name: str, table: object
 ) -> Iterator[InvalidRequestError]:
     """Those of one table, key by key."""
-    needed = (
-        {"hash": table["hash"]} if kind is KeySettings and isinstance(table, dict) and "hash" in table else {}
-    )
-    parts = [{**needed, key: value} for key, value in table.items()] if isinstance(table, dict) else [table]
-    told: set[str] = set()
-    for part in parts or [{}]:
+    needed = {"hash": "0" * 64} if kind is KeySettings else {}
+    parts: list[object] = [table]
+    if isinstance(table, dict):
+        parts = [{**needed, key: value} for key, value in table.items()]
+        parts += [{}] if needed.keys() - table.keys() else []
+    for part in parts:
         try:
             read_tables(field, kind, {name: part})
         except InvalidRequestError as error:
-            if error.message not in told:
-                told.add(error.message)
-                yield error
+            yield error
 
 
 def sources_of(config: Path | None) -> dict[str, str]:
@@ -491,16 +499,25 @@ def settings_text(path: Path) -> str:
         raise MachineSetupError(f"cannot read the settings file {path}: {reason}", param="config") from None
 
 
+def toml_problem(error: tomllib.TOMLDecodeError) -> str:
+    """Why a settings file cannot be read, with its line."""
+    is_both = str(error).startswith("Cannot declare ('models',")
+    also = "; `models = ...` and tables [models.NAME] do not stand in one file" if is_both else ""
+    return f"not valid TOML: {error}{also}"
+
+
 def _read_toml(path: Path) -> _Layer:
     text = settings_text(path)
     try:
         found = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
-        raise InvalidRequestError(f"{path} is not valid TOML: {error}", param="config") from None
+        raise InvalidRequestError(f"{path} is {toml_problem(error)}", param="config") from None
     if isinstance(found.get("models"), dict):
         found["model_tables"] = found.pop("models")
     try:
         spelled = {_known(key): f"{_TOML_NAMES.get(key, key)} in {path}" for key in found}
+        for key, value in found.items():
+            _check_no_table(key, _known(key), value)
     except InvalidRequestError as error:
         raise InvalidRequestError(f"{path}: {error.message}", param=error.param) from None
     return _Layer({_known(key): value for key, value in found.items()}, spelled)

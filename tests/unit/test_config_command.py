@@ -7,6 +7,15 @@ from typer.testing import CliRunner
 
 from stoker.cli.app import app
 
+KEYS = """\
+[keys.a]
+hash = "secret"
+classes = ["fast"]
+
+[keys.b]
+models = 5
+"""
+
 WRONG = """\
 slotz = 3
 port = "high"
@@ -43,6 +52,19 @@ def test_every_mistake_is_told_with_its_line(tmp_path):
     assert told.exit_code == 1
 
 
+def test_a_key_with_a_wrong_hash_or_none_has_its_other_mistakes_told_too(tmp_path):
+    """G8: each at its line."""
+    file = tmp_path / "stoker.toml"
+    file.write_text(KEYS, encoding="utf-8")
+    lines = [line.removeprefix(f"{file}:").split(":")[:2] for line in run("check", file).output.splitlines()]
+    assert lines == [
+        ["2", " keys.a.hash"],
+        ["3", " keys.a.classes"],
+        ["6", " keys.b.models"],
+        ["5", " keys.b.hash"],
+    ]
+
+
 def test_what_a_right_file_leads_to_is_checked_too(tmp_path):
     """G8: a model that is not there, at the line of its file; a file without mistakes ends with 0."""
     file = tmp_path / "stoker.toml"
@@ -67,6 +89,25 @@ def test_what_a_right_file_leads_to_is_checked_too(tmp_path):
         ('models = ["fake:"]\napi_key_file = "none"', "2: api_key_file", "cannot read the API key file"),
         ('models = ["fake:"]\nadmin_key_file = "none"', "2: admin_key_file", "cannot read the API key file"),
         ('models = ["fake:"]\nhost = "0.0.0.0"', "2: host", "other machines reach this server"),
+        ('[model.a]\nfile = "fake:"', "1: model", "tables of models are written [models.NAME]"),
+        ("model = 5", "1: model", "5 is no list"),
+        ('models = ["fake:"]\n[models.a]\nslots = 1', "2", "`models = ...` and tables [models.NAME]"),
+        ('[placement.b]\nmmap = true\n[models.a]\nfile = "fake:"', "1: placement", "no model 'b' is served"),
+        (
+            '[models.a]\nfile = "fake:"\ngpu_layers = -4',
+            "3: models.a.gpu_layers",
+            "auto nor all nor between 0",
+        ),
+        (
+            'chat_template = "x.jinja"\n[models.a]\nfile = "fake:"',
+            "1: chat_template",
+            ": x.jinja: No such file or directory",
+        ),
+        (
+            f'[models.a]\nfile = "fake:"\n[keys.k]\nhash = "{"0" * 64}"\nmodels = ["a", "b", "own/er"]',
+            "5: keys.k.models",
+            "no model 'b' is served; there are: a",
+        ),
         ('models = ["fake:"]\nhost = "a b"', "2: host", "there is no address 'a b'"),
         ('models = ["fake:"]\nollama_port = 8686', "2: ollama_port", "8686 is that of the server itself"),
     ],

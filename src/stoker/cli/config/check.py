@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import msgspec
 
 from stoker.client.models.specs import ModelSource
-from stoker.errors import StokerError, error_from_info
+from stoker.errors import InvalidRequestError, StokerError, error_from_info
 from stoker.server.inbound.security import KeyRing
 from stoker.server.serve import check_addresses
-from stoker.settings import load_settings, mistakes_of, settings_text
+from stoker.settings import load_settings, mistakes_of, settings_text, toml_problem
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -55,7 +55,7 @@ def problems_of(path: Path) -> list[Problem]:
         document = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
         found = _LINE.search(str(error))
-        return [Problem(int(found[1]) if found else 0, "", f"not valid TOML: {error}")]
+        return [Problem(int(found[1]) if found else 0, "", toml_problem(error))]
     errors: list[StokerError] = list(mistakes_of(document))
     if not errors:
         try:
@@ -78,9 +78,11 @@ def _unserved(engine: EngineSettings, server: ServerSettings) -> Iterator[Stoker
             yield error
     if not num_wrong:
         try:
-            ModelSource.read(engine)
+            source = ModelSource.read(engine)
         except StokerError as error:
             yield error
+        else:
+            yield from _strangers(server, source)
     for name, file in (("api_key_file", server.api_key_file), ("admin_key_file", server.admin_key_file)):
         try:
             KeyRing.read(file)
@@ -90,6 +92,17 @@ def _unserved(engine: EngineSettings, server: ServerSettings) -> Iterator[Stoker
         check_addresses(server)
     except StokerError as error:
         yield error
+
+
+def _strangers(server: ServerSettings, source: ModelSource) -> Iterator[StokerError]:
+    """Models of keys that are not served; those of the hub may be pulled later."""
+    infos = [model.info for model in source.served]
+    served = {name for one in infos for name in (one.id, *one.aliases, *(each.name for each in one.adapters))}
+    for name, key in server.keys.items():
+        for model in key.models:
+            if model not in served and "/" not in model:
+                text = f"no model {model!r} is served; there are: {', '.join(sorted(served))}"
+                yield InvalidRequestError(text, param=f"keys.{name}.models")
 
 
 def _problem(text: str, error: StokerError) -> Problem:
@@ -105,6 +118,8 @@ def line_of(text: str, key: str) -> int:
         if header := _HEADER.fullmatch(line):
             table = header[1].replace('"', "").replace("'", "")
             place = table
+            if not found and table.startswith(f"{key}."):
+                found = number
         else:
             name = line.partition("=")[0].strip().strip("\"'")
             place = f"{table}.{name}" if table else name

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, TypeVar
@@ -188,7 +188,7 @@ class ModelSource:
         place = f"models.{name}"
         with _placed_at(f"{place}.file"):
             file = dataclasses.replace(self._store.resolve(table.file or name), id=name)
-        with _placed_at(f"{place}.chat_template"):
+        with _placed_at(f"{place}.chat_template") if table.chat_template else nullcontext():
             found = ModelSource(self._as_of(name, table)).described(file)
         if table.tool_format:
             format_named(table.tool_format, f"{place}.tool_format")
@@ -290,9 +290,8 @@ def _placed_at(place: str) -> Iterator[None]:
     try:
         yield
     except StokerError as error:
-        raise error_from_info(
-            replace(error.info(), message=f"{place}: {error.message}", param=place)
-        ) from None
+        text = error.message.removeprefix(f"{place.rpartition('.')[2]}: ")
+        raise error_from_info(replace(error.info(), message=f"{place}: {text}", param=place)) from None
 
 
 def _adapted(found: FoundModel, adapters: tuple[AdapterSpec, ...]) -> FoundModel:
@@ -371,7 +370,8 @@ def read_template(path: str) -> str:
         with Path(_expanded(path)).open(encoding="utf-8") as file:
             text = file.read(MAX_TEMPLATE_CHARS + 1)
     except (OSError, UnicodeDecodeError) as error:
-        raise InvalidRequestError(f"chat_template: {path}: {error}", param="chat_template") from None
+        why = getattr(error, "strerror", None) or error
+        raise InvalidRequestError(f"chat_template: {path}: {why}", param="chat_template") from None
     if not text.strip() or len(text) > MAX_TEMPLATE_CHARS:
         what = "is empty" if not text.strip() else f"has more than {MAX_TEMPLATE_CHARS} characters"
         raise InvalidRequestError(f"chat_template: {path} {what}", param="chat_template")
