@@ -148,3 +148,12 @@ def test_a_call_is_not_told_which_request_of_another_key_it_waits_for(start_serv
     (unnamed, own) = status["groups"]
     assert (unnamed["request_id"], unnamed["moves"], unnamed["waits_for"]) == (None, [], "")
     assert own["waits_for"] == "another request is computed first"
+
+
+def test_models_without_slots_have_no_lanes_in_events_either(several):
+    """O20: a reader makes lanes of `num_slots`; what encoders compute at once are no slots."""
+    with reading(several) as (http, _), http.stream("GET", EVENTS) as late:
+        snapshot = Story(late).until(lambda event: event["event"] == "snapshot")
+    slots = {model["model"]: model["num_slots"] for model in snapshot["models"]}
+    assert slots == {"writer": 2, "embedder": 0, "ranker": 0, "recurrent": 2}
+    assert len(snapshot["slots"]) == 4

@@ -143,11 +143,12 @@ def test_without_a_server_it_ends_with_a_line(tmp_path):
 
 
 def test_a_server_that_goes_away_is_said_and_waited_for(server):
-    """O16: the last state stays on the screen."""
+    """O16: the last state stays on the screen, and the first line says how old it is."""
     with Terminal("stoker", "top", "--url", server.url) as terminal:
         terminal.until("nobody waits")
         server.stop()
-        terminal.until("trying again")
+        terminal.until("trying again: ")
+        terminal.until("the server has not answered for")
         assert "nobody waits" in terminal.text
         terminal.send("q")
         assert terminal.ended() == 0

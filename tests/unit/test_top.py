@@ -152,6 +152,42 @@ def test_how_long_a_model_stays_passes_and_pins_and_uses_follow_their_events() -
     assert stays(leases=3).endswith("ready 103 MiB 3")
 
 
+def test_busy_slots_stay_where_idle_ones_have_no_room() -> None:
+    """O16: as on a server of many slots and a small screen."""
+    lanes = [lane(slot) for slot in range(12)] + [lane(12, "req-1", "decode")]
+    lines = shown(view_of(snapshot(slots=lanes, requests=[row("req-1", "decode")])), 80, 24)
+    slots = lines[lines.index(next(line for line in lines if line.startswith("SLOTS"))) + 1 :]
+    assert "req-1" in slots[0]
+    assert slots[1].endswith("idle")
+    whole = shown(view_of(snapshot(slots=lanes, requests=[row("req-1", "decode")])), 80)
+    assert [line.split()[1] for line in whole if line.startswith("chat") and "ready" not in line] == [
+        str(slot) for slot in range(13)
+    ]
+
+
+def test_a_narrow_screen_says_who_it_is_what_it_does_and_why_it_waits() -> None:
+    """O16: 40 columns; class, times and tokens of prompts are left out first."""
+    waiting = row("req-77", "queued", position=0, waits_for="no free slot")
+    lines = shown(view_of(snapshot(requests=[waiting], groups=[])), 40, 15)
+    (line,) = [line for line in lines if "req-77" in line]
+    assert line.split()[:4] == ["0", "queued", "req-77", "no"]
+
+
+def test_what_is_said_twice_or_of_nothing_is_left_out() -> None:
+    """O16: a reason that is the state, one of one request, a load among requests that ended."""
+    view = view_of(
+        {"event": "engine", "at": AT, "state": "suspended", "reason": "suspended"},
+        moved("load:chat", "arrived", "loading") | {"kind": "load"},
+        moved("load:chat", "finished", "ended") | {"kind": "load"},
+        moved("one", "arrived", "queued") | {"num_members": 1, "num_done": 0},
+    )
+    text = "\n".join(shown(view, 200))
+    assert "suspended for 2.0 s" in text
+    assert "suspended · " not in text.replace("suspended for", "")
+    assert "load:chat" not in text
+    assert "0/1" not in text
+
+
 def test_names_command_no_terminal() -> None:
     """O16: a name from outside may hold escapes."""
     lines = shown(view_of(snapshot(requests=[row("req-\x1b[2J", "queued")], groups=[])))

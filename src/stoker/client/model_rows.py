@@ -10,6 +10,8 @@ import math
 import time
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from stoker.ipc.model import ModelClass
+
 if TYPE_CHECKING:
     from stoker.client.event_bus import EventBus
     from stoker.client.figures import EngineFigures
@@ -127,7 +129,9 @@ class ModelRows:
             "used_by": list(named),
             "keep_alive_s": (known or heard).keep_alive_s,
             "unload_in_s": None if unload_at_s == math.inf else max(0.0, unload_at_s - time.monotonic()),
-            "num_slots": entry.info.num_slots if entry else 0,
+            "num_slots": 0
+            if entry is None or entry.info.model_class == ModelClass.ENCODER
+            else entry.info.num_slots,
             "bytes": (known or heard).bytes,
             "label": entry.info.label if entry else "",
         }

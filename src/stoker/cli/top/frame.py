@@ -31,6 +31,7 @@ class FrameState:
         selected: the request of the selected row; empty: none.
         footer: the last line; empty: none.
         glyphs: what it is drawn with.
+        silent_s: for how long the server has not answered; None: it does.
     """
 
     width: int
@@ -39,6 +40,7 @@ class FrameState:
     selected: str = ""
     footer: str = ""
     glyphs: Glyphs = UNICODE
+    silent_s: float | None = None
 
 
 def selectable(view: RuntimeView, now: float) -> list[str]:
@@ -54,7 +56,7 @@ def frame(view: RuntimeView, state: FrameState) -> list[Text]:
     def whole(text: str, style: str) -> Text:
         return Text(fitted(printable(text), state.width, state.glyphs.cut).rstrip(), style)
 
-    lines = [whole(text, style) for text, style in parts.head(view, state.now, state.glyphs)]
+    lines = [whole(text, style) for text, style in parts.head(view, state.now, state.glyphs, state.silent_s)]
     tail = []
     selected = view.requests.get(state.selected)
     if selected is not None:

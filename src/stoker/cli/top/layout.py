@@ -49,11 +49,19 @@ class Column:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One line of a part: a text for each column, a style, and the request that it is about (empty: none)."""
+    """One line of a part.
+
+    Attributes:
+        cells: a text for each column.
+        style: of the whole line.
+        request_id: what it is about; empty: no request.
+        is_idle: it makes room for others where not all rows fit.
+    """
 
     cells: Sequence[str]
     style: str = ""
     request_id: str = ""
+    is_idle: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,8 +143,9 @@ def lines_of(part: Part, num_rows: int, width: int, glyphs: Glyphs, selected: st
     lines = [Text(heading, "bold")]
     if not part.rows:
         return [*lines, Text(fitted(part.empty, width, glyphs.cut).rstrip(), "dim")][: num_rows + 1]
-    begin, end = _window(part.rows, num_rows, selected)
-    for row in part.rows[begin:end]:
+    rows = part.rows if len(part.rows) <= num_rows else sorted(part.rows, key=lambda row: row.is_idle)
+    begin, end = _window(rows, num_rows, selected)
+    for row in rows[begin:end]:
         text = line_of(part, row.cells, width, glyphs.cut)
         is_selected = bool(selected) and row.request_id == selected
         lines.append(

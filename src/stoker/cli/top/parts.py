@@ -16,6 +16,8 @@ if TYPE_CHECKING:
 STYLES = {"interactive": "cyan", "background": "magenta"}
 """Of rows, by class; the class itself stands in words beside."""
 _WIDE = 110
+_MEDIUM = 60
+"""A screen that is narrower has the columns alone that tell who it is and what it does."""
 _ID = re.compile(r"\b([a-z]+[-_][0-9a-f]{6})[0-9a-f]{6,}")
 """An id of a request that was made up, by its beginning."""
 _BAR_CELLS = 12
@@ -26,13 +28,17 @@ _LOADING = frozenset({"loading", "downloading"})
 # ---------------------------------------------------------------- the head
 
 
-def head(view: RuntimeView, now: float, glyphs: Glyphs) -> list[tuple[str, str]]:
-    """The lines above the parts, each with a style: engine, memory, speed, and each accelerator."""
+def head(
+    view: RuntimeView, now: float, glyphs: Glyphs, silent_s: float | None = None
+) -> list[tuple[str, str]]:
+    """The lines above the parts, each with a style: engine, memory, speed, and each accelerator.
+
+    `silent_s`: for how long the server has not answered; None: it does.
+    """
     engine = view.engine
-    state = engine.get("state", "")
-    bad = "" if state == "serving" else "bold yellow"
+    is_well = engine.get("state") == "serving" and silent_s is None
     return [
-        (_engine_text(view, now, glyphs), bad or "bold"),
+        (_engine_text(view, now, glyphs, silent_s), "bold" if is_well else "bold yellow"),
         (_memory_text(view, glyphs), _pressure_style(view.memory.get("pressure", ""))),
         (_speed_text(view, glyphs), ""),
         *(
@@ -47,15 +53,17 @@ def _joined(parts: list[str], glyphs: Glyphs) -> str:
     return f" {glyphs.dot} ".join(part for part in parts if part)
 
 
-def _engine_text(view: RuntimeView, now: float, glyphs: Glyphs) -> str:
+def _engine_text(view: RuntimeView, now: float, glyphs: Glyphs, silent_s: float | None) -> str:
     engine = view.engine
     threads = engine.get("threads") or 0
     restarts = engine.get("restarts") or 0
+    state, reason = engine.get("state", "unknown"), engine.get("reason", "")
+    lost = "" if silent_s is None else f"the server has not answered for {duration_text(silent_s)}"
     heat = view.heat.get("level", "nominal")
     parts = [
         f"Stoker {view.version}".strip(),
-        f"{engine.get('state', 'unknown')} for {duration_text(view.engine_age_s(now))}",
-        engine.get("reason", "") if engine.get("state") != "serving" else "",
+        lost or f"{state} for {duration_text(view.engine_age_s(now))}",
+        reason if not lost and state not in {"serving", reason} else "",
         f"heat {heat}" if heat not in {"nominal", ""} else "",
         count_text(threads, "thread") if threads else "",
         engine.get("threads_reason", ""),
@@ -150,10 +158,10 @@ def slots(view: RuntimeView, now: float) -> Part:
     columns = [
         Column("SLOTS", 12),
         Column("", 2, is_number=True),
-        Column("class", 11),
+        Column("class", 11, least_width=_MEDIUM),
         Column("state", 7),
-        Column("for", 6, is_number=True),
-        Column("prompt", 11, is_number=True),
+        Column("for", 6, is_number=True, least_width=_MEDIUM),
+        Column("prompt", 11, is_number=True, least_width=_MEDIUM),
         Column("written", 11, is_number=True),
         Column("tok/s", 6, is_number=True, least_width=_WIDE),
         Column("parked", 6, is_number=True, least_width=_WIDE),
@@ -170,7 +178,7 @@ def _slot_row(view: RuntimeView, lane: Document, now: float) -> Row:
     row = view.requests.get(request_id, {})
     cells = [lane["model"], str(lane["slot"])]
     if not is_busy:
-        return Row([*cells, "", "idle", *[""] * 7], "dim")
+        return Row([*cells, "", "idle", *[""] * 7], "dim", is_idle=True)
     shown_id = row.get("group") or request_id
     cells += [
         row.get("priority", ""),
@@ -205,10 +213,10 @@ def line(view: RuntimeView, now: float) -> Part:
     """Who waits, is parked or is paused, and why."""
     columns = [
         Column("LINE", 4, is_number=True),
-        Column("class", 11),
+        Column("class", 11, least_width=_MEDIUM),
         Column("state", 11),
-        Column("ETA", 6, is_number=True),
-        Column("waits", 6, is_number=True),
+        Column("ETA", 6, is_number=True, least_width=_MEDIUM),
+        Column("waits", 6, is_number=True, least_width=_MEDIUM),
         Column("model", 14, least_width=_WIDE),
         Column("kind", 10, least_width=_WIDE),
         Column("request", 16),
@@ -222,7 +230,8 @@ def line(view: RuntimeView, now: float) -> Part:
 
 def _line_row(row: Document, now: float) -> Row:
     position, eta_s = row.get("position"), row.get("eta_s")
-    members = f"{row.get('num_done') or 0}/{row['num_members']} " if row.get("num_members") else ""
+    num_members = row.get("num_members") or 0
+    members = f"{row.get('num_done') or 0}/{num_members} " if num_members > 1 else ""
     cells = [
         "" if position is None else str(position),
         row.get("priority", ""),
@@ -241,12 +250,12 @@ def recent(view: RuntimeView, now: float) -> Part:
     """What has ended, the latest first."""
     columns = [
         Column("ENDED", 6, is_number=True),
-        Column("class", 11),
+        Column("class", 11, least_width=_MEDIUM),
         Column("kind", 10, least_width=_WIDE),
         Column("outcome", 12),
-        Column("in", 7, is_number=True),
+        Column("in", 7, is_number=True, least_width=_MEDIUM),
         Column("out", 6, is_number=True),
-        Column("first", 6, is_number=True),
+        Column("first", 6, is_number=True, least_width=_MEDIUM),
         Column("total", 6, is_number=True),
         Column("cached", 7, is_number=True, least_width=_WIDE),
         Column("tok/s", 6, is_number=True, least_width=_WIDE),

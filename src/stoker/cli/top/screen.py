@@ -156,8 +156,11 @@ class TopScreen:
 
     @property
     def _now(self) -> float:
-        """Seconds since the epoch on the server's clock: of its last document, and what has passed here."""
-        return self.view.at + time.monotonic() - self._read_s
+        """Seconds since the epoch on the server's clock: of its last document, and what has passed here.
+
+        It stands still while the server does not answer, as what is shown does.
+        """
+        return self.view.at + (0.0 if self._lost else time.monotonic() - self._read_s)
 
     def _rendered(self) -> Text:
         from rich.text import Text
@@ -173,6 +176,7 @@ class TopScreen:
             now=now,
             selected=self._selected,
             footer=self._footer(),
+            silent_s=time.monotonic() - self._read_s if self._lost else None,
             glyphs=self._glyphs,
         )
         return Text("\n", no_wrap=True, overflow="crop").join(frame(self.view, state))
@@ -181,7 +185,7 @@ class TopScreen:
         if self._asks_cancel:
             return f"cancel {self._asks_cancel}? c again does, any other key does not"
         if self._lost:
-            return f"{self._lost}; trying again"
+            return f"trying again: {self._lost}"
         if self._note and time.monotonic() < self._note_until_s:
             return self._note
         return f"q quit  {self._glyphs.arrows} select  p pause  r resume  c cancel"

@@ -42,7 +42,6 @@ class RuntimeView:
         heat: level, sensor and temperature.
         steps: the last figures of steps, by model.
         num_hidden: live requests beyond MAX_ROWS.
-        may_administrate: the key is an operator's.
     """
 
     def __init__(self) -> None:
@@ -58,7 +57,6 @@ class RuntimeView:
         self.heat: Document = {}
         self.steps: dict[str, Document] = {}
         self.num_hidden = 0
-        self.may_administrate = False
         self._engine_since = 0.0
         self._takes: Mapping[str, Callable[[Document], None]] = {
             "snapshot": self._take_snapshot,
@@ -127,7 +125,6 @@ class RuntimeView:
         heat = document.get("heat") or {}
         self.heat = dict(heat) if isinstance(heat, dict) else {"level": heat}
         self.steps = {steps["model"]: dict(steps) for steps in document.get("steps", ())}
-        self.may_administrate = bool(document.get("may", {}).get("administrate"))
 
     def _add(self, row: Document) -> Document:
         """Keep a row, if there is room; it."""
@@ -186,8 +183,9 @@ class RuntimeView:
         known = self.requests.pop(request_id, None)
         if known is None and self.num_hidden:
             self.num_hidden -= 1
-        if not (known or {}).get("group") and not document.get("group"):
-            self.recent.append((known or {}) | fields | {"state": "ended", "ended_at": document["at"]})
+        row = (known or {}) | fields
+        if not (row.get("group") or document.get("group") or row.get("kind") == "load"):
+            self.recent.append(row | {"state": "ended", "ended_at": document["at"]})
 
     def _take_steps(self, document: Document) -> None:
         self.steps[document["model"]] = document
