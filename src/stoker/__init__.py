@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from stoker import errors, events, sync
     from stoker.audio import Audio
     from stoker.client.requests.stream import ToolCall
+    from stoker.documents import Document
     from stoker.errors import StokerError
     from stoker.events import RuntimeEvent
     from stoker.images import Image
@@ -40,6 +41,7 @@ __all__ = [
     "Choices",
     "Constraint",
     "ConstraintKind",
+    "Document",
     "EngineSettings",
     "FinishReason",
     "GenerateRequest",
@@ -72,6 +74,7 @@ __all__ = [
 _HOMES = {
     "stoker.audio": "Audio",
     "stoker.client.requests.stream": "ToolCall",
+    "stoker.documents": "Document",
     "stoker.errors": "StokerError",
     "stoker.events": "RuntimeEvent",
     "stoker.images": "Image",

@@ -175,7 +175,7 @@ class UnsupportedError(CallerError, code="unsupported"):
 
 
 class WorkLimitError(CallerError, code="work_limit_exceeded"):
-    """A template or grammar takes more than one request may have; details: `limit_s` or `limit_bytes`."""
+    """A template, grammar or document takes more than it may; details: `limit_s` or `limit_bytes`."""
 
 
 class AuthenticationError(CallerError, code="invalid_api_key", http_status=401):
@@ -328,7 +328,7 @@ class EngineError(StokerError, code="engine_error"):
 
 
 class WorkerLostError(EngineError, code="worker_lost"):
-    """The process for templates and grammars ended twice on this request."""
+    """The process for templates, grammars and documents ended twice on this request."""
 
 
 class StepFailedError(EngineError, code="step_failed"):

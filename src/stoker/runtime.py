@@ -405,8 +405,8 @@ class Runtime:
         """Answer a conversation; reasoning and calls come apart from the text, each call whole.
 
         Args:
-            messages: each with `role` and `content`, in OpenAI's form; a list as content may hold texts and
-                `Image`s. A text is one turn, the user's.
+            messages: each with `role` and `content`, in OpenAI's form; a list as content may hold texts,
+                `Image`s, `Audio`s and `Document`s. A text is one turn, the user's.
             fields: as for `generate`; `tools`: functions that the model may call, of Python or in OpenAI's
                 form; `tool_choice`: "auto" (None), "none", "required", or the form that names one of them;
                 `parallel_tool_calls` False: at most one call; `tool_format`: the format of calls, in place of
@@ -546,7 +546,8 @@ class Runtime:
 
         Blocks until the model's template, which runs in a process of its own, has laid it out.
         """
-        job, images = chat_job(self.resolve(model), messages, offer, template_args)
+        info, read = self.resolve(model), self._client.documents.read_now(messages)
+        job, images = chat_job(info, read, offer, template_args)
         return planned(job, images, self._client.lay_out(job).result())
 
     async def prepare_chat(
@@ -568,13 +569,12 @@ class Runtime:
             owner: digest of the caller's API key; one owner's slow conversations do not delay another's.
 
         Raises:
-            InvalidRequestError: the template refuses the messages.
-            UnsupportedError: the template is broken, or there are images and the model reads none.
-            WorkLimitError: the template does not end, or takes too much memory.
+            CallerError: the template or the model refuses the messages, or a document cannot be read.
             MachineError: too many wait, or no process can be started.
         """
         info = self.resolve(model)
-        job, images = await asyncio.to_thread(chat_job, info, messages, offer, template_args)
+        read = await self._client.documents.read(messages, owner)
+        job, images = await asyncio.to_thread(chat_job, info, read, offer, template_args)
         return planned(job, images, await asyncio.wrap_future(self._client.lay_out(job, owner)))
 
     def render_chat(

@@ -171,11 +171,11 @@ class EngineSettings(PerModelSettings):
         metavar="[MODEL=]N",
     )
     image_roots: Names = setting(
-        (), "Folder that images may be read from by path; repeat for more.", metavar="PATH"
+        (), "Folder that images and documents may be read from by path; repeat for more.", metavar="PATH"
     )
     allow_http_images: bool = setting(
         default=False,
-        text="Fetch images from public addresses.",
+        text="Fetch images and documents from public addresses.",
         flags=("--allow-http-images/--no-http-images",),
     )
     max_images: int = setting(16, "Images of one request.", ge=1, le=256)
@@ -186,6 +186,12 @@ class EngineSettings(PerModelSettings):
     )
     max_audio_bytes: Bytes = size_setting(25 * 2**20, "Bytes of one encoded recording.")
     max_audio_seconds: int = setting(600, "Seconds of all recordings of one request.", ge=1, le=7200)
+    max_document_bytes: Bytes = size_setting(20 * 2**20, "Bytes of one document.")
+    max_document_pages: int = setting(500, "Pages of one document.", ge=1, le=10_000)
+    max_document_chars: int = setting(
+        1_000_000, "Characters of all documents of one request.", ge=1, le=32_000_000
+    )
+    max_document_seconds: int = setting(20, "Seconds that one document is read for.", ge=1, le=600)
     restore: bool = setting(default=False, text="Without --model, serve what was loaded last.")
     heat_trace: Location | None = setting(None, "Recorded heat to follow instead of the machine's sensors.")
     cache_dir: Location = setting(lambda: platformdirs.user_cache_path(APP), "Folder of the cache.")

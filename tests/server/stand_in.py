@@ -15,6 +15,7 @@ import msgspec
 
 from grouping import OpensGroups
 from stoker.chat.conversation import NO_TOOLS, continuation_of, prepared_turn
+from stoker.client.documents import DocumentReader
 from stoker.client.event_bus import RuntimeEvent
 from stoker.client.store.file import KeptRequest
 from stoker.errors import ModelNotFoundError, RequestNotFoundError
@@ -117,6 +118,7 @@ class StandInRuntime(OpensGroups):
     cancelled: list[str] = field(default_factory=list)
     steered: list[tuple[str, str]] = field(default_factory=list)
     images: Intake = field(default_factory=Intake)
+    documents: DocumentReader = field(default_factory=DocumentReader)
     engine: EngineStatus | None = None
     engine_health: EngineHealth | None = None
     start_error: Exception | None = None
@@ -154,6 +156,7 @@ class StandInRuntime(OpensGroups):
 
     async def close(self) -> None:
         """End every stream that holds."""
+        self.documents.close()
         self.is_ready = False
         self._released.set()
         self._ended.set()
@@ -193,7 +196,8 @@ class StandInRuntime(OpensGroups):
     ) -> ChatPlan:
         """As the runtime prepares, with the prompt of `render_chat`."""
         info = self.resolve(model)
-        job, images = chat_job(info, messages, offer, how.get("template_args"))
+        read = await self.documents.read(messages, how.get("owner", ""))
+        job, images = chat_job(info, read, offer, how.get("template_args"))
         turns, args = job.conversation.messages, dict(job.conversation.args)
         turn = prepared_turn(turns, info.chat_template, offer, continuation_of(turns, args))
         args |= {"tools": turn.tools} if turn.tools else {}

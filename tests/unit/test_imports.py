@@ -18,6 +18,7 @@ BASE = {"errors", "wording", "private", "native_crash", "base64_text", "json_siz
 ALLOWED = {
     "": {
         "audio",
+        "documents",
         "errors",
         "events",
         "images",
@@ -63,11 +64,12 @@ ALLOWED = {
     "chat": {"errors", "json_size"},
     "audio": BASE | {"ipc", "settings"},
     "images": BASE | {"ipc", "settings", "machine", "audio"},
+    "documents": BASE | {"ipc", "settings", "images"},
     "power": {"errors"},
-    "client.worker": {"errors", "wording", "ipc", "chat", "grammar"},
+    "client.worker": {"errors", "wording", "ipc", "chat", "documents", "grammar"},
     "client": BASE
     | {"ipc", "settings", "site_settings", "chat", "audio", "images", "machine", "models", "models.store"}
-    | {"backends.registry", "client.worker"},
+    | {"backends.registry", "client.worker", "documents"},
     "tasks": {
         "errors",
         "ipc",
@@ -81,7 +83,18 @@ ALLOWED = {
         "client",
         "client.worker",
     },
-    "remote": {"errors", "ipc", "settings", "chat", "audio", "images", "models", "client", "tasks"},
+    "remote": {
+        "errors",
+        "ipc",
+        "settings",
+        "chat",
+        "audio",
+        "documents",
+        "images",
+        "models",
+        "client",
+        "tasks",
+    },
     "runtime": {
         "errors",
         "ipc",
@@ -105,6 +118,7 @@ ALLOWED = {
         "site_settings",
         "chat",
         "audio",
+        "documents",
         "images",
         "power",
         "client",
@@ -121,6 +135,7 @@ ALLOWED = {
         "cache",
         "chat",
         "audio",
+        "documents",
         "images",
         "machine",
         "models",

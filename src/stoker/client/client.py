@@ -17,6 +17,7 @@ import msgspec
 
 from stoker.audio.limits import AudioLimits
 from stoker.chat.conversation import Layout
+from stoker.client.documents import DocumentReader
 from stoker.client.event_bus import EventBus, Snapshot
 from stoker.client.models.specs import ModelSource
 from stoker.client.process.lifecycle import GRACES_S, EngineState
@@ -28,6 +29,7 @@ from stoker.client.snapshot import SCHEMA
 from stoker.client.supervisor import EngineSupervisor
 from stoker.client.worker.jobs import TranslateGrammar
 from stoker.client.worker.pool import WorkerPool
+from stoker.documents.limits import DocumentLimits
 from stoker.errors import (
     InvalidRequestError,
     ModelNotFoundError,
@@ -79,6 +81,7 @@ class Client:
         bus: what happens.
         images: takes in the images and recordings of requests.
         workers: run templates and translate grammars.
+        documents: reads those of conversations.
         ahead: an engine that was spawned before `start`, which uses it; None: none was.
         allows_downloads: references of the hub among the models are downloaded at the start.
         on_arrival: as `Runtime.on_arrival`.
@@ -96,6 +99,7 @@ class Client:
         self.bus = EventBus(on_load)
         self.images = Intake(ImageLimits.of(settings), AudioLimits.of(settings))
         self.workers = WorkerPool()
+        self.documents = DocumentReader(DocumentLimits.of(settings))
         self.on_call: Callable[[GroupStatus, str], None] = lambda call, outcome: None  # noqa: ARG005 - the hook's
         self.on_arrival: OnArrival = lambda request_id, owner, request, num_members: None  # noqa: ARG005 - likewise
         self.ahead: Transport | None = None
@@ -160,10 +164,11 @@ class Client:
     async def close(self) -> None:
         """See `Runtime.close`. Idempotent."""
         self.images.close()
-        try:
-            await asyncio.to_thread(self.workers.close)
-        except RuntimeError:  # no thread can be started
-            self.workers.close()
+        for close in (self.documents.close, self.workers.close):
+            try:
+                await asyncio.to_thread(close)
+            except RuntimeError:  # no thread can be started
+                close()
         if self.supervisor is None:
             self.bus.close()
             return
@@ -201,6 +206,7 @@ class Client:
             grace_s = GRACES_S.get(reason, self._settings.suspend_grace_s)
         await self.running().suspend(grace_s)
         self.workers.release()
+        self.documents.release()
 
     def hurry(self) -> None:
         """Cut the drain of a `close`, under way or to come, short."""

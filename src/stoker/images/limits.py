@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 if TYPE_CHECKING:
     from stoker.settings import EngineSettings
@@ -27,6 +27,9 @@ class ImageLimits:
         roots: folders that files may be read from; none: no files.
         can_fetch: http and https addresses are fetched.
     """
+
+    noun: ClassVar[str] = "picture"
+    accept: ClassVar[str] = "image/*"
 
     edge_px: int = DEFAULT_EDGE_PX
     max_images: int = 16

@@ -1,4 +1,4 @@
-"""Where a stranger's image comes from: a data URI, a file below an allowed folder, an address if allowed.
+"""Where a stranger's image or document comes from: a data URI, a file below an allowed folder, an address.
 
 Owns what may be read at all and how much of it; a caller's word is trusted for nothing. What is fetched stays
 out of this machine and its network: each host, that of a redirection too, is resolved once, every address it
@@ -15,7 +15,7 @@ import stat
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar, Protocol
 from urllib.parse import unquote, unquote_to_bytes, urlsplit
 
 from stoker.base64_text import from_base64
@@ -23,8 +23,6 @@ from stoker.errors import InvalidRequestError
 
 if TYPE_CHECKING:
     import httpx
-
-    from stoker.images.limits import ImageLimits
 
 _DATA, _FILE = "data:", "file:"
 _WEB = ("http:", "https:")
@@ -39,9 +37,33 @@ _PORTS = {"http": 80, "https": 443}
 _PART_BYTES = 64 * 1024
 
 
+class SourceLimits(Protocol):
+    """What may be read from where.
+
+    Attributes:
+        noun: what errors call it.
+        accept: the media types that an address is asked for.
+        max_bytes: of one.
+        roots: folders that files may be read from; none: no files.
+        can_fetch: http and https addresses are fetched.
+    """
+
+    noun: ClassVar[str]
+    accept: ClassVar[str]
+
+    @property
+    def max_bytes(self) -> int: ...  # noqa: D102 - described above
+
+    @property
+    def roots(self) -> tuple[Path, ...]: ...  # noqa: D102
+
+    @property
+    def can_fetch(self) -> bool: ...  # noqa: D102
+
+
 @dataclass(frozen=True, slots=True)
 class Encoded:
-    """An encoded image and the MIME type that came with it; empty: none did."""
+    """An encoded image or document and the MIME type that came with it; empty: none did."""
 
     data: bytes
     declared: str = ""
@@ -52,7 +74,7 @@ def is_web(reference: str) -> bool:
     return reference[: len("https:")].lower().startswith(_WEB)
 
 
-def read_reference(reference: str, limits: ImageLimits, param: str) -> Encoded:
+def read_reference(reference: str, limits: SourceLimits, param: str) -> Encoded:
     """What a reference leads to; may wait for a disk or a network.
 
     Args:
@@ -70,13 +92,14 @@ def read_reference(reference: str, limits: ImageLimits, param: str) -> Encoded:
         return Encoded(_of_file(_path_of(reference, param), limits, param))
     if is_web(reference):
         if not limits.can_fetch:
-            text = f"{param}: pictures are not fetched here; send a data URI (allow_http_images is off)"
+            text = f"{param}: {limits.noun}s are not fetched here; send a data URI (allow_http_images is off)"
             raise InvalidRequestError(text, param=param)
-        return Encoded(*fetched(reference, limits.max_bytes, param))
-    raise InvalidRequestError(f"{param}: a picture is a data URI, not {reference[:40]!r}", param=param)
+        return Encoded(*fetched(reference, limits, param))
+    text = f"{param}: a {limits.noun} is a data URI, not {reference[:40]!r}"
+    raise InvalidRequestError(text, param=param)
 
 
-def _of_data(uri: str, limits: ImageLimits, param: str) -> Encoded:
+def _of_data(uri: str, limits: SourceLimits, param: str) -> Encoded:
     head, comma, body = uri[: _HEAD_CHARS + 1].partition(",")
     if not comma:
         raise InvalidRequestError(f"{param}: the data URI has no comma behind its type", param=param)
@@ -90,23 +113,24 @@ def _of_data(uri: str, limits: ImageLimits, param: str) -> Encoded:
             raise InvalidRequestError(text, param=param)
         return Encoded(unquote_to_bytes(body), head[len(_DATA) :])
     _check_length((len(uri) - start) // 4 * 3 - 2, limits, param)
-    return Encoded(_of_base64(uri[start:], param), declared)
+    return Encoded(_of_base64(uri[start:], limits.noun, param), declared)
 
 
-def _of_base64(text: str, param: str) -> bytes:
+def _of_base64(text: str, noun: str, param: str) -> bytes:
     """The bytes of base64, whose padding may be spelt with per cent signs. Raises InvalidRequestError."""
     if "%" in text[-_PADDING_CHARS:]:
         text = text[:-_PADDING_CHARS] + unquote(text[-_PADDING_CHARS:])
     try:
         return from_base64(text)
     except ValueError as error:
-        raise InvalidRequestError(f"{param}: the picture is not base64: {error}", param=param) from None
+        raise InvalidRequestError(f"{param}: the {noun} is not base64: {error}", param=param) from None
 
 
-def _check_length(num_bytes: int, limits: ImageLimits, param: str) -> None:
+def _check_length(num_bytes: int, limits: SourceLimits, param: str) -> None:
     if num_bytes > limits.max_bytes:
         raise InvalidRequestError(
-            f"{param}: the picture has {num_bytes} bytes, at most {limits.max_bytes} are taken", param=param
+            f"{param}: the {limits.noun} has {num_bytes} bytes, at most {limits.max_bytes} are taken",
+            param=param,
         )
 
 
@@ -118,7 +142,7 @@ def _path_of(uri: str, param: str) -> Path:
     return Path(path)
 
 
-def _of_file(path: Path, limits: ImageLimits, param: str) -> bytes:
+def _of_file(path: Path, limits: SourceLimits, param: str) -> bytes:
     """The bytes of a regular file below one of the roots.
 
     What is outside is refused in the same words whether it exists or not.
@@ -175,11 +199,11 @@ def _opened(root: Path, parts: tuple[str, ...]) -> int:
 # ---------------------------------------------------------------- addresses
 
 
-def fetched(url: str, max_bytes: int, param: str) -> tuple[bytes, str]:
+def fetched(url: str, limits: SourceLimits, param: str) -> tuple[bytes, str]:
     """The body at an address and the type it was declared as.
 
     Raises:
-        InvalidRequestError: the host is not a public one, does not answer with an image, is too slow, or
+        InvalidRequestError: the host is not a public one, does not answer with a body, is too slow, or
             sends more than `max_bytes`.
     """
     import httpx  # noqa: PLC0415 - most programs never fetch
@@ -191,28 +215,30 @@ def fetched(url: str, max_bytes: int, param: str) -> tuple[bytes, str]:
         with httpx.Client(timeout=timeout, trust_env=False, follow_redirects=False) as client:
             here = httpx.URL(url)
             for _ in range(MAX_REDIRECTIONS + 1):
-                request = _request(client, here, param)
+                request = _request(client, here, limits.accept, param)
                 answer = client.send(request, stream=True)
                 try:
                     if not answer.has_redirect_location:
-                        return _body(answer, max_bytes, until_s, param)
+                        return _body(answer, limits, until_s, param)
                     here = here.join(answer.headers["location"])
                 finally:
                     answer.close()
     except (httpx.HTTPError, httpx.InvalidURL, httpx.StreamError) as error:
         reason = str(error)[:120] or type(error).__name__
-        raise InvalidRequestError(f"{param}: the picture cannot be fetched: {reason}", param=param) from None
+        raise InvalidRequestError(
+            f"{param}: the {limits.noun} cannot be fetched: {reason}", param=param
+        ) from None
     raise InvalidRequestError(
         f"{param}: the address redirects more than {MAX_REDIRECTIONS} times", param=param
     )
 
 
-def _request(client: httpx.Client, url: httpx.URL, param: str) -> httpx.Request:
+def _request(client: httpx.Client, url: httpx.URL, accept: str, param: str) -> httpx.Request:
     """A request to the address that was checked, under the name that was asked for."""
     if url.scheme not in _PORTS or not url.host or url.userinfo:
         raise InvalidRequestError(f"{param}: the address is no plain http or https address", param=param)
     address = public_address(url.host, url.port or _PORTS[url.scheme], param)
-    headers = {"Host": url.netloc.decode("ascii"), "Accept": "image/*", "Accept-Encoding": "identity"}
+    headers = {"Host": url.netloc.decode("ascii"), "Accept": accept, "Accept-Encoding": "identity"}
     names = {"sni_hostname": url.raw_host.decode("ascii")}
     return client.build_request("GET", url.copy_with(host=address), headers=headers, extensions=names)
 
@@ -245,19 +271,20 @@ def _is_public(address: str) -> bool:
     return parsed.is_global and not (parsed.is_multicast or parsed.is_reserved)
 
 
-def _body(answer: httpx.Response, max_bytes: int, until_s: float, param: str) -> tuple[bytes, str]:
+def _body(answer: httpx.Response, limits: SourceLimits, until_s: float, param: str) -> tuple[bytes, str]:
     if not answer.is_success:
         raise InvalidRequestError(f"{param}: the address answers {answer.status_code}", param=param)
     if answer.headers.get("content-encoding", "identity") != "identity":
         raise InvalidRequestError(
-            f"{param}: the picture comes compressed, though that was declined", param=param
+            f"{param}: the {limits.noun} comes compressed, though that was declined", param=param
         )
     parts, num_bytes = [], 0
     for part in answer.iter_raw(_PART_BYTES):
         num_bytes += len(part)
-        if num_bytes > max_bytes:
-            raise InvalidRequestError(f"{param}: the picture has over {max_bytes} bytes", param=param)
+        if num_bytes > limits.max_bytes:
+            text = f"{param}: the {limits.noun} has over {limits.max_bytes} bytes"
+            raise InvalidRequestError(text, param=param)
         if time.monotonic() > until_s:
-            raise InvalidRequestError(f"{param}: the picture took over {FETCH_S:.0f} s", param=param)
+            raise InvalidRequestError(f"{param}: the {limits.noun} took over {FETCH_S:.0f} s", param=param)
         parts.append(part)
     return b"".join(parts), answer.headers.get("content-type", "")

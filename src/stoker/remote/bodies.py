@@ -8,19 +8,22 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 from urllib.parse import quote
 
 import msgspec
 
 from stoker.audio.audio import Audio
 from stoker.chat.conversation import ToolOffer
+from stoker.documents.document import Document
 from stoker.errors import InvalidRequestError, RequestNotFoundError, StateNotFoundError, UnsupportedError
 from stoker.images.image import Image
 from stoker.ipc.request import GenerateRequest
 from stoker.models.states.file import MAX_STATE_BYTES
 from stoker.remote.wire import REQUEST_ID, REQUESTS, STATES
 from stoker.tasks.fields import GivenState, request_of, warn_former
+
+T = TypeVar("T", Image, Audio, Document)
 
 _DEFAULTS = msgspec.to_builtins(GenerateRequest(prompt=""))
 _NOT_CARRIED = {
@@ -98,10 +101,10 @@ def _bytes_of(path: Path) -> bytes:
 
 
 def messages_body(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Messages with their images as `data:` URIs and their recordings in base64.
+    """Messages with their images and documents as `data:` URIs and their recordings in base64.
 
     Raises:
-        InvalidRequestError: a message is none, or an image or a recording cannot be read.
+        InvalidRequestError: a message is none, or an image, a recording or a document cannot be read.
     """
     return [_turn(message, f"messages.{index}") for index, message in enumerate(messages)]
 
@@ -119,17 +122,21 @@ def _part(part: Any, where: str) -> dict[str, Any]:
     match part:
         case str():
             return {"type": "text", "text": part}
-        case Image():
-            return image_part(part)
-        case {"type": "image", "image": source}:
-            return image_part(source if isinstance(source, Image) else Image(source))
-        case Audio():
-            return audio_part(part)
-        case {"type": "audio", "audio": source}:
-            return audio_part(source if isinstance(source, Audio) else Audio(source))
+        case Image() | {"type": "image", "image": _}:
+            return image_part(_medium(part, Image))
+        case Audio() | {"type": "audio", "audio": _}:
+            return audio_part(_medium(part, Audio))
+        case Document() | {"type": "document", "document": _}:
+            return _medium(part, Document).file_part()
         case Mapping():
             return dict(part)
     raise InvalidRequestError(f"{where} is no part of a message", param=where)
+
+
+def _medium(part: Any, kind: type[T]) -> T:
+    """An image, a recording or a document, given as itself or as what it is made of."""
+    source = part[part["type"]] if isinstance(part, Mapping) else part
+    return source if isinstance(source, kind) else kind(source)
 
 
 def image_part(image: Image) -> dict[str, Any]:

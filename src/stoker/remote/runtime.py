@@ -17,6 +17,7 @@ from stoker.chat.conversation import NO_TOOLS, Layout, ToolOffer
 from stoker.client.event_bus import RuntimeEvent
 from stoker.client.requests.stream import OnNotice, StreamEvent, TextDelta, text_deltas
 from stoker.client.store.file import KeptRequest
+from stoker.documents.turns import with_texts
 from stoker.errors import ServerLostError, error_from_info
 from stoker.images.image import ImageLike
 from stoker.images.intake import Intake
@@ -532,7 +533,7 @@ class RemoteRuntime:
 
 
 class _PlanAsked:
-    """A question for the plan of a conversation; its images stay here."""
+    """A question for the plan of a conversation; its images stay here, its documents are the server's."""
 
     def __init__(
         self,
@@ -541,7 +542,8 @@ class _PlanAsked:
         offer: ToolOffer,
         template_args: Mapping[str, Any] | None,
     ) -> None:
-        self._job, self._images = chat_job(info, messages, offer, template_args)
+        shown = messages if isinstance(messages, str) else with_texts(messages, {})
+        self._job, self._images = chat_job(info, shown, offer, template_args)
         self.body = {
             "model": info.asked_as,
             "messages": messages_body(turns_of(messages)),

@@ -26,8 +26,9 @@ PANELS = {
         kv_offload placement device_lease""",
     "Memory": "memory_limit memory_margin park_bytes",
     "Cache": "cache_mode cache_ram_bytes cache_disk_bytes cache_dir states_dir",
-    "Images and sound": """mmproj image_roots allow_http_images max_images max_image_bytes max_image_pixels
-        image_edge max_audio_bytes max_audio_seconds""",
+    "Images, sound, documents": """mmproj image_roots allow_http_images max_images max_image_bytes
+        max_image_pixels image_edge max_audio_bytes max_audio_seconds max_document_bytes max_document_pages
+        max_document_chars max_document_seconds""",
     "Network": """host port ollama_port ollama api_key_file admin_key_file insecure allowed_hosts cors_origins
         max_connections max_body_bytes max_receiving_bytes receive_timeout_s keepalive_s strict ui""",
     "Stored responses": "responses_dir max_responses responses_bytes responses_age_s",

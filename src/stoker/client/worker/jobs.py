@@ -36,6 +36,7 @@ except ImportError:  # the system has no such limits; the time limit holds never
 MAX_BODY_BYTES = 256 * 1024**2
 """Eight times the largest request body: a rendered prompt is seldom longer than what it was made of."""
 _HEADER = struct.Struct("<BQ")
+_DOCUMENT_NICENESS = 10
 
 
 class RenderChat(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -76,10 +77,41 @@ class TranslateGrammar(msgspec.Struct, frozen=True, kw_only=True, tag=True):
         return self.constraint.param
 
 
-WorkerJob: TypeAlias = RenderChat | TranslateGrammar
+class DocumentPages(msgspec.Struct, frozen=True):
+    """The text of each page of a document."""
+
+    pages: list[str]
 
 
-def do(job: WorkerJob) -> Layout | NativeGrammar:
+class ReadDocument(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Read the text of a PDF; answered with `DocumentPages`.
+
+    Attributes:
+        name: of the file.
+        param: as of `RenderChat`.
+        data: the file.
+        max_pages: it may have.
+        max_chars: its text may have.
+    """
+
+    remedy: ClassVar[str] = "send fewer of its pages, or their text"
+
+    name: str
+    param: str
+    data: bytes
+    max_pages: int
+    max_chars: int
+
+    @property
+    def label(self) -> str:
+        """What it is, for messages."""
+        return f"{self.param}: reading {self.name}"
+
+
+WorkerJob: TypeAlias = RenderChat | TranslateGrammar | ReadDocument
+
+
+def do(job: WorkerJob) -> Layout | NativeGrammar | DocumentPages:
     """The answer to a job. Raises whatever the work raises."""
     match job:
         case RenderChat(conversation=conversation):
@@ -88,6 +120,19 @@ def do(job: WorkerJob) -> Layout | NativeGrammar:
             from stoker.grammar.source import native_grammar  # noqa: PLC0415 - a chat loads none of it
 
             return native_grammar(constraint)
+        case ReadDocument(name=name, param=param):
+            from stoker.documents.pdf import pages_of  # noqa: PLC0415 - likewise
+
+            _give_way()
+            label = f"{param}: {name}"
+            return DocumentPages(pages_of(job.data, label, param, job.max_pages, job.max_chars))
+
+
+def _give_way() -> None:
+    """Leave the cores to whoever computes answers: a document takes seconds, a step milliseconds."""
+    if hasattr(os, "setpriority"):
+        with contextlib.suppress(OSError):
+            os.setpriority(os.PRIO_PROCESS, 0, _DOCUMENT_NICENESS)
 
 
 class FrameKind(IntEnum):

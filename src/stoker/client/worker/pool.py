@@ -28,6 +28,7 @@ from stoker.errors import (
     InvalidRequestError,
     NotReadyError,
     QueueFullError,
+    RequestCancelledError,
     StokerError,
     WorkerLostError,
     WorkLimitError,
@@ -82,6 +83,7 @@ class _Task(Generic[T]):
     answer: type[T]
     group: str
     future: Future[T]
+    is_stopped: threading.Event
 
 
 class LostError(Exception):
@@ -110,13 +112,13 @@ class WorkerProcess:
         try:
             self._connection, self._process = _started(limit_s, max_bytes)
         except OSError as error:
-            text = f"no process for templates and grammars can be started: {error}"
+            text = f"no worker process can be started: {error}"
             raise NotReadyError(text, retry_after_s=RETRY_AFTER_S) from error
         try:
             self._receive(START_LIMIT_S)
         except (LostError, LateError) as error:
             self.end()
-            text = f"the process for templates and grammars does not come up: {error} ({self._ending()})"
+            text = f"the worker process does not come up: {error} ({self._ending()})"
             raise NotReadyError(text, retry_after_s=RETRY_AFTER_S) from error
 
     def __repr__(self) -> str:
@@ -216,11 +218,14 @@ class _WorkerPlace:
                 raise NotReadyError("the runtime is closed")
         return self._process
 
-    def do(self, job: WorkerJob, answer: type[T]) -> T:
-        """The answer to a job, of that type. Raises what the future of `WorkerPool.submit` does."""
+    def do(self, task: _Task[T]) -> T:
+        """The answer to a task's job. Raises what the future of `WorkerPool.submit` does."""
+        job = task.job
         kind, body = _encoded(job)
         for _ in range(NUM_ATTEMPTS):
             process = self.start()
+            if task.is_stopped.is_set():
+                break
             try:
                 frame = process.ask(kind, body)
             except LostError:
@@ -230,7 +235,9 @@ class _WorkerPlace:
                 text = f"{job.label} did not end within {self._limit_s:g} s and was stopped; {job.remedy}"
                 raise WorkLimitError(text, param=job.param, limit_s=self._limit_s) from None
             else:
-                return _decoded(frame, answer)
+                return _decoded(frame, task.answer)
+        if task.is_stopped.is_set():
+            raise RequestCancelledError(f"{job.label} was stopped: nobody waits for it", param=job.param)
         text = f"{job.label}: the process that worked on it ended {NUM_ATTEMPTS} times before it answered"
         raise WorkerLostError(text, param=job.param)
 
@@ -240,6 +247,12 @@ class _WorkerPlace:
             process, self._process = self._process, None
         if process is not None:
             process.end()
+
+    def kill(self) -> None:
+        """Kill its process, if there is one; may be called from any thread while a job runs."""
+        with self._lock:
+            if self._process is not None:
+                self._process.kill()
 
     def close(self) -> None:
         """Kill its process and start no other; may be called from any thread while a job runs."""
@@ -262,6 +275,7 @@ class WorkerPool:
         self._waiting: list[_Task[Any]] = []
         self._running: Counter[str] = Counter()  # by group
         self._places: dict[_WorkerPlace, threading.Thread] = {}
+        self._begun: dict[Future[Any], tuple[_Task[Any], _WorkerPlace]] = {}
         self._is_closed = False
         self._num_releases = 0
 
@@ -290,7 +304,7 @@ class WorkerPool:
                     self._open_place()
 
     def submit(self, job: WorkerJob, answer: type[T], *, group: str = "") -> Future[T]:
-        """Do a job; cancelling the future takes it out of the queue.
+        """Do a job; cancelling the future takes it out of the queue, `stop` ends it in any case.
 
         The future's error is a WorkLimitError where the job takes longer, or more memory, than it may; a
         WorkerLostError where the processes that did it ended; NotReadyError where none can be started; or the
@@ -305,7 +319,7 @@ class WorkerPool:
             QueueFullError: as many jobs of the group wait as may.
             NotReadyError: the pool is closed, or the machine refuses a thread.
         """
-        task = _Task(job, answer, group, Future())
+        task = _Task(job, answer, group, Future(), threading.Event())
         with self._changed:
             if self._is_closed:
                 raise NotReadyError("the runtime is closed")
@@ -325,6 +339,16 @@ class WorkerPool:
                         raise
             self._changed.notify()
         return task.future
+
+    def stop(self, future: Future[Any]) -> None:
+        """End the job that this future is of, in the queue or at work; the next job finds another process."""
+        if future.cancel():
+            return
+        with self._changed:
+            task, place = self._begun.get(future, (None, None))
+            if task is not None and place is not None:
+                task.is_stopped.set()
+                place.kill()
 
     def release(self) -> None:
         """End the processes that have nothing to do; the next job starts one again."""
@@ -355,7 +379,7 @@ class WorkerPool:
         try:
             thread.start()
         except RuntimeError as error:
-            text = f"no thread for templates and grammars can be started: {error}"
+            text = f"no thread for a worker process can be started: {error}"
             raise NotReadyError(text, retry_after_s=RETRY_AFTER_S) from error
         self._places[place] = thread
 
@@ -379,6 +403,7 @@ class WorkerPool:
                 _do(task, place)
             with self._changed:
                 self._running -= Counter((task.group,))
+                self._begun.pop(task.future, None)
         place.end()
 
     def _next(self, place: _WorkerPlace) -> _Task[Any] | None:
@@ -395,12 +420,13 @@ class WorkerPool:
                 return None
             self._waiting.remove(ready[0])
             self._running[ready[0].group] += 1
+            self._begun[ready[0].future] = (ready[0], place)
             return ready[0]
 
 
 def _do(task: _Task[Any], place: _WorkerPlace) -> None:
     try:
-        task.future.set_result(place.do(task.job, task.answer))
+        task.future.set_result(place.do(task))
     except StokerError as error:
         task.future.set_exception(error)
     except Exception as error:  # a bug must neither end the thread nor leave the caller waiting

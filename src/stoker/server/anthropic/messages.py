@@ -5,7 +5,8 @@ A body becomes that of a chat completion as JSON values, which that route's sche
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import base64
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Literal
 
 import msgspec
@@ -187,9 +188,9 @@ def _take_results(
             continue
         here = f"{where}.content.{index}"
         origins.add(f"messages.{len(messages)}", here)
-        for number, _ in _pictures(block.get("content")):
-            place = f"messages.{len(messages)}.content.{number}.image_url"
-            origins.add(place, f"{here}.content.{number}.source")
+        for number, kind in _attached(block.get("content")):
+            place = f"messages.{len(messages)}.content.{number}"
+            _add_origins(origins, kind, place, f"{here}.content.{number}")
         content = _result(block.get("content") or "", f"{here}.content")
         call_id = _text(block, "tool_use_id", here)
         messages.append({"role": "tool", "tool_call_id": call_id, "content": content})
@@ -213,9 +214,9 @@ def _take_rest(
         origins.add(f"{place}.content.{len(parts)}", here)
         if kind == "text":
             parts.append({"type": "text", "text": _text(block, "text", here)})
-        elif kind == "image":
-            origins.add(f"{place}.content.{len(parts)}.image_url", f"{here}.source")
-            parts.append(_image(block, here))
+        elif kind in _ATTACHED:
+            _add_origins(origins, str(kind), f"{place}.content.{len(parts)}", here)
+            parts.append(_ATTACHED[kind](block, here))
         else:
             parts.append({**block, "type": str(kind)})
     if parts or not blocks:
@@ -223,22 +224,34 @@ def _take_rest(
         messages.append({"role": turn.role, "content": parts})
 
 
-def _pictures(content: Any) -> Iterator[tuple[int, Any]]:
+def _attached(content: Any) -> Iterator[tuple[int, str]]:
+    """(index, kind) of the images and documents among the blocks."""
     for number, block in enumerate(content if isinstance(content, list) else ()):
-        if _kind(block) == "image":
-            yield number, block
+        if (kind := _kind(block)) in _ATTACHED:
+            yield number, kind
+
+
+def _add_origins(origins: OriginRules, kind: str, place: str, here: str) -> None:
+    """An image or a document stands at `place` in the chat completion, its block `here` in the body."""
+    if kind == "image":
+        origins.add(f"{place}.image_url", f"{here}.source")
+        return
+    origins.add(f"{place}.file", here)
+    for name, own in (("file_data", "data"), ("file_url", "url"), ("file_id", "file_id")):
+        origins.add(f"{place}.file.{name}", f"{here}.source.{own}")
 
 
 def _result(content: Any, where: str) -> Any:
-    """Text, or parts where a tool shows images."""
-    if not isinstance(content, list) or not any(_pictures(content)):
+    """Text, or parts where a tool shows images or documents."""
+    if not isinstance(content, list) or not any(_attached(content)):
         return _joined(content, where)
-    return [
-        _image(block, f"{where}.{index}")
-        if _kind(block) == "image"
-        else {"type": "text", "text": _joined([block], f"{where}.{index}")}
-        for index, block in enumerate(content)
-    ]
+    return [_result_part(block, f"{where}.{index}") for index, block in enumerate(content)]
+
+
+def _result_part(block: Any, where: str) -> dict[str, Any]:
+    if (kind := _kind(block)) in _ATTACHED:
+        return _ATTACHED[kind](block, where)
+    return {"type": "text", "text": _joined([block], where)}
 
 
 def _kind(block: Any) -> Any:
@@ -256,6 +269,49 @@ def _image(block: Mapping[str, Any], where: str) -> dict[str, Any]:
         media, data = (_text(source, name, f"{where}.source") for name in ("media_type", "data"))
         url = f"data:{media};base64,{data}"
     return {"type": "image_url", "image_url": {"url": url}}
+
+
+def _document(block: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """A document as chat completions name it; its text becomes a file of text.
+
+    Raises:
+        InvalidRequestError: its source is malformed.
+        UnsupportedError: it is to be cited, or holds what is no text.
+    """
+    citations = block.get("citations")
+    if isinstance(citations, Mapping) and citations.get("enabled"):
+        text = f"{where}.citations: answers name no places of documents here; leave it out"
+        raise UnsupportedError(text, param=f"{where}.citations")
+    source: Any = block.get("source")
+    here, kind = f"{where}.source", _kind(source)
+    file: dict[str, Any] = {name: block.get(name) for name in ("title", "context")}
+    match kind:
+        case "base64":
+            media, data = (_text(source, name, here) for name in ("media_type", "data"))
+            file["file_data"] = f"data:{media};base64,{data}"
+        case "text":
+            file["file_data"] = _text_uri(_text(source, "data", here))
+        case "content":
+            file["file_data"] = _text_uri(_joined(source.get("content"), f"{here}.content"))
+        case "url":
+            file["file_url"] = _text(source, "url", here)
+        case "file":
+            file["file_id"] = _text(source, "file_id", here)
+        case _:
+            text = f"{here}.type is base64, text, content or url"
+            raise InvalidRequestError(text, param=here)
+    return {"type": "file", "file": file}
+
+
+def _text_uri(text: str) -> str:
+    return f"data:text/plain;base64,{base64.b64encode(text.encode('utf-8', 'replace')).decode('ascii')}"
+
+
+_ATTACHED: Mapping[Any, Callable[[Mapping[str, Any], str], dict[str, Any]]] = {
+    "image": _image,
+    "document": _document,
+}
+"""What makes a part of a block, by its kind."""
 
 
 def _joined(content: Any, where: str) -> str:

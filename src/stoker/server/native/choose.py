@@ -20,7 +20,7 @@ from stoker.errors import InvalidRequestError, UnsupportedError
 from stoker.ipc.status import CallKind
 from stoker.server.fields import RequestFields, header_fields, present
 from stoker.server.inbound.body import VALUES_WITH_TOKENS, Described, Many, Named, TokenIds, read_body
-from stoker.server.openai.conversation import Message, turns_of
+from stoker.server.openai.conversation import Message, laid_out, turns_of
 from stoker.server.reply import InputUsage, large_json_response
 from stoker.server.streaming import in_one_call
 from stoker.tasks.choose import require_choosing, score_choices
@@ -124,7 +124,7 @@ async def _prompt(
     args = body.chat_template_kwargs or {}
     how = {"model": info.id, "template_args": args, "owner": request.state.key_digest}
     turns = await asyncio.to_thread(turns_of, body.messages or [], info.id)
-    plan = await context.runtime.prepare_chat(turns, **how)
+    plan = await laid_out(context, request, turns, **how)
     if plan.images:
         where = plan.images[0].param
         raise UnsupportedError(f"{where}: choices are scored after text, not after pictures", param=where)

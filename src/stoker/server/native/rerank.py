@@ -31,7 +31,7 @@ MAX_DOCUMENTS = 2048
 """As many as texts to embed."""
 
 
-class Document(Body):
+class DocumentField(Body):
     """A document that is written as an object."""
 
     text: str
@@ -41,7 +41,7 @@ class RerankRequest(RequestFields):
     """A query and the documents to be put in order for it."""
 
     query: str
-    documents: Many[str | Document] = Field(min_length=1)
+    documents: Many[str | DocumentField] = Field(min_length=1)
     top_n: Int | None = None
     output: Int | None = None
     return_documents: bool | None = None

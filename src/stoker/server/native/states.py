@@ -29,7 +29,7 @@ from stoker.server.fields import (
     state_bytes,
 )
 from stoker.server.inbound.body import VALUES_WITH_TOKENS, Described, Many, TokenIds, read_body
-from stoker.server.openai.conversation import Message, turns_of
+from stoker.server.openai.conversation import Message, laid_out, turns_of
 from stoker.server.reply import InputUsage, json_response, large_json_response
 from stoker.server.streaming import in_one_call
 from stoker.tasks.embed import floats_of
@@ -194,7 +194,7 @@ class _StateRoutes:
         if body.messages is not None:
             turns = await asyncio.to_thread(turns_of, body.messages, info.id)
             how = {"model": info.id, "template_args": FINISHED, "owner": owner}
-            prompt = (await self._context.runtime.prepare_chat(turns, **how)).prompt
+            prompt = (await laid_out(self._context, request, turns, **how)).prompt
             fields["is_chat"] = True
         else:
             prompt = prompt_of(body.prompt or "", info.n_vocab, "prompt")

@@ -41,7 +41,7 @@ from stoker.server.openai.answers import (
     TextFrame,
     chat_logprobs,
 )
-from stoker.server.openai.conversation import ChatRequest, ConversationFields
+from stoker.server.openai.conversation import ChatRequest, ConversationFields, laid_out
 from stoker.server.reply import IGNORED_HEADER, IMAGES_HEADER, ignored_header, images_header
 from stoker.server.sse import Ending
 from stoker.server.streaming import GenerationCall, collected, streamed
@@ -307,7 +307,7 @@ async def prepared_chat(
 
     turns, offer, args = await beside(request, told)
     how = {"model": info.id, "template_args": args, "owner": request.state.key_digest}
-    return await context.runtime.prepare_chat(turns, offer, **how)
+    return await laid_out(context, request, turns, offer=offer, **how)
 
 
 # ------------------------------------------------------------ other spellings

@@ -4,19 +4,27 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal, Required
+from typing import TYPE_CHECKING, Any, Literal, Required
 
 from pydantic import AliasChoices, Field, with_config
 from typing_extensions import TypedDict
 
 from stoker.chat.conversation import ToolOffer
 from stoker.chat.reasoning import reasoning_of
+from stoker.documents.turns import has_documents
 from stoker.errors import InvalidRequestError, UnsupportedError
 from stoker.ipc.constraint import Constraint
 from stoker.ipc.request import MAX_TOKENS, check_range
 from stoker.server.fields import GenerationFields, Int, ResponseFormat, check_logprobs
+from stoker.server.inbound.bodies import while_connected
 from stoker.server.inbound.body import Body, Many, Name, Named
 from stoker.tasks.chat import effort_args, offer_of, offer_of_functions
+
+if TYPE_CHECKING:
+    from starlette.requests import Request
+
+    from stoker.server.context import ServerContext
+    from stoker.tasks.chat import ChatPlan
 
 
 def function_offer(functions: Sequence[Any], function_call: Any) -> ToolOffer:
@@ -62,16 +70,24 @@ _RESERVED_ARGS = frozenset({"messages", "model", "options", "self", "tools"})
 
 
 _PICTURES = frozenset({"image_url", "input_image"})
+_FILE_FIELDS = ("file_data", "file_url", "file_id", "filename", "title", "context")
 _ROLES = {"developer": "system", "function": "tool"}
 
 
 class ContentPart(Body):
-    """A piece of a message: text, an image or a recording."""
+    """A piece of a message: text, an image, a recording or a document."""
 
     type: str
     text: str | None = None
     image_url: str | Named[Any] | None = None
     input_audio: Named[Any] | None = None
+    file: Named[Any] | None = None
+    file_data: str | None = None
+    file_url: str | None = None
+    file_id: str | None = None
+    filename: str | None = None
+    title: str | None = None
+    context: str | None = None
 
 
 @with_config(Body.model_config)
@@ -96,7 +112,7 @@ def turns_of(messages: Sequence[Message], model: str) -> list[dict[str, Any]]:
         model: its name, for errors.
 
     Raises:
-        UnsupportedError: a part is neither text, an image nor a recording.
+        UnsupportedError: a part is neither text, an image, a recording nor a document.
         InvalidRequestError: a text part without text, or a turn without content.
     """
     return [_turn(message, f"messages.{index}", model) for index, message in enumerate(messages)]
@@ -131,6 +147,10 @@ def _part(part: ContentPart, where: str, model: str) -> dict[str, Any]:
         return {"type": part.type, "image_url": part.image_url}
     if part.type == "input_audio":
         return {"type": part.type, "input_audio": part.input_audio}
+    if part.type == "file":
+        return {"type": part.type, "file": part.file}
+    if part.type == "input_file":
+        return {"type": part.type} | {name: getattr(part, name) for name in _FILE_FIELDS}
     if part.type not in ("text", "input_text"):
         raise UnsupportedError(
             f"{where}: the model {model} takes no part of type {part.type[:40]!r}", param=where
@@ -272,3 +292,18 @@ class ChatRequest(ConversationFields, GenerationFields):
                 raise InvalidRequestError("top_logprobs needs logprobs: true", param="top_logprobs")
             return None
         return self.top_logprobs or 0
+
+
+async def laid_out(
+    context: ServerContext, request: Request, turns: list[dict[str, Any]], **how: Any
+) -> ChatPlan:
+    """As `Runtime.prepare_chat`; what reads documents, which takes seconds, is ended when the client leaves.
+
+    Raises:
+        ClientGoneError: it left.
+        StokerError: as the runtime's.
+    """
+    preparing = context.runtime.prepare_chat(turns, **how)
+    if not has_documents(turns):
+        return await preparing
+    return await while_connected(preparing, request.receive)

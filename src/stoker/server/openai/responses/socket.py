@@ -17,6 +17,7 @@ import msgspec
 from fastapi import APIRouter
 from pydantic import Field
 from starlette.requests import Request
+from starlette.types import Message
 from starlette.websockets import WebSocket, WebSocketDisconnect
 
 from stoker.client.requests.stream import Notice
@@ -209,7 +210,7 @@ class _Connection:
         """What the routes are given of a message: an HTTP request with the headers of the connection."""
         state = {**self._socket.scope["state"], "request_id": f"req-{uuid.uuid4().hex}", "ignored": []}
         scope = {**self._socket.scope, "type": "http", "method": "POST", "state": state}
-        return Request(scope)
+        return Request(scope, receive=_never)
 
     async def _refuse(self, info: ErrorInfo, code: str | None = None) -> None:
         error = error_fields(info) | ({"code": code} if code else {})
@@ -218,3 +219,9 @@ class _Connection:
     async def _send(self, objects: list[dict[str, Any]]) -> None:
         for one in objects:
             await self._socket.send_text(msgspec.json.encode(one, enc_hook=str).decode())
+
+
+async def _never() -> Message:
+    """No message: that the client leaves is noticed where the connection is read."""
+    never: asyncio.Future[Message] = asyncio.get_running_loop().create_future()
+    return await never
