@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import asyncio
 import uuid
-from contextlib import aclosing
+from contextlib import aclosing, nullcontext
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from starlette.responses import Response
 
 from stoker.chat.turn_ends import TURN_ENDS
 from stoker.client.requests.stream import Notice
-from stoker.errors import StokerError
 from stoker.ipc.events import Admitted, Delta, Finished, Queued
 from stoker.ipc.usage import Usage, total_usage
 from stoker.server.inbound.bodies import while_connected
@@ -131,10 +130,10 @@ class GenerationCall:
     def events(self) -> Numbered:
         """(index of the prompt, event) as they come; closing it cancels every prompt.
 
-        Iterating raises the StokerError of the first prompt that failed; the others are cancelled.
+        Iterating raises the StokerError of the first prompt that failed, with places of the caller's body;
+        the others are cancelled.
         """
-        events = merged([self._one(index) for index in range(len(self.requests))])
-        return events if self.origins is None else _named(events, self.origins)
+        return merged([self._one(index) for index in range(len(self.requests))])
 
     @property
     def is_ready(self) -> bool:
@@ -153,7 +152,8 @@ class GenerationCall:
             owner=self._owner,
             route=self._route,
         )
-        with self._context.metrics.request(kind_of(request), request.priority) as meter:
+        named = nullcontext() if self.origins is None else self.origins.named()
+        with self._context.metrics.request(kind_of(request), request.priority) as meter, named:
             async with aclosing(stream) as events:
                 async for event in events:
                     meter.note(event)
@@ -186,16 +186,6 @@ def _note_parent(request: Request, request_id: str) -> None:
     tracing = request.app.state.tracing
     if tracing is not None:
         tracing.comes_from(request_id, request.headers)
-
-
-async def _named(events: Numbered, origins: OriginRules) -> Numbered:
-    """The events; an error among them names the places of the caller's body."""
-    try:
-        async with aclosing(events):
-            async for event in events:
-                yield event
-    except StokerError as error:
-        raise origins.told(error) from error
 
 
 def merged(streams: Sequence[Numbered]) -> Numbered:

@@ -200,7 +200,7 @@ class RequestHistory:
         moves = record.moves
         if delta.token_ids and not moves.is_writing(delta.index):
             self._publish_move("decoding", record, moves.writes(delta.index, record.meter.at(now)))
-        elif delta.token_ids and record.meter.tell_progress(now, WRITTEN_EVERY_S) and self._bus.is_watched:
+        elif self._bus.is_watched and delta.token_ids and record.meter.tell_progress(now, WRITTEN_EVERY_S):
             status = record.status(now)
             written = {
                 "completion_tokens": status.completion_tokens,
