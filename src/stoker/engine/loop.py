@@ -76,7 +76,7 @@ log = logging.getLogger(__name__)
 
 REST_AFTER_S = 0.2
 """How long nothing is to be computed before cells are copied: the next request may be on its way."""
-TEND_EVERY_S = 0.05
+TEND_EVERY_S = 0.1
 """Between steps shorter than that, what is due by time alone waits so long."""
 RETRY_WHILE_LOADING_S = 5.0
 SAVE_LIMIT_S = 4.0

@@ -32,7 +32,7 @@ STALL_S = 1.0
 """A reading this late means that the process stood still: it was stopped, or the whole machine was."""
 
 
-LEARN_EVERY_S = 0.05
+LEARN_EVERY_S = 0.1
 """Short steps are learned from together: between two of them no cache holds the code of it any more."""
 MOST_UNLEARNED = 16
 
