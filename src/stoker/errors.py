@@ -59,6 +59,8 @@ __all__ = [
     "StepFailedError",
     "StepMemoryError",
     "StokerError",
+    "TextNotKeptError",
+    "TextsOffError",
     "TooHotError",
     "UnsupportedError",
     "WorkLimitError",
@@ -208,6 +210,14 @@ class RequestNotFoundError(CallerError, code="request_not_found", http_status=40
 
 class RequestCancelledError(CallerError, code="request_cancelled", http_status=499):
     """The call was cancelled by its id before it had its answer."""
+
+
+class TextsOffError(CallerError, code="texts_off", http_status=403):
+    """Nobody may read texts of requests here; the message names the setting that allows it."""
+
+
+class TextNotKeptError(CallerError, code="text_not_kept", http_status=409):
+    """The request is known and its text is not: a call of several requests, or it has ended long ago."""
 
 
 class ResponseNotFoundError(CallerError, code="response_not_found", http_status=404):

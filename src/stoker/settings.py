@@ -86,6 +86,7 @@ class EngineSettings(PerModelSettings):
         chat_template: without a model's name, of every model whose file and family have none.
         rerank_output: without a model's name, of every reranker whose labels do not say.
         image_roots: for `file:`; empty: none.
+        request_texts: of live ones and of the last 64 that ended, whose texts are kept in memory for that.
     """
 
     placement: Placements = setting(
@@ -192,6 +193,10 @@ class EngineSettings(PerModelSettings):
         1_000_000, "Characters of all documents of one request.", ge=1, le=32_000_000
     )
     max_document_seconds: int = setting(20, "Seconds that one document is read for.", ge=1, le=600)
+    request_texts: bool = setting(
+        default=False,
+        text="Let texts of requests be read by their ids: one's own, by operators all.",
+    )
     restore: bool = setting(default=False, text="Without --model, serve what was loaded last.")
     heat_trace: Location | None = setting(None, "Recorded heat to follow instead of the machine's sensors.")
     cache_dir: Location = setting(lambda: platformdirs.user_cache_path(APP), "Folder of the cache.")

@@ -92,6 +92,43 @@ async def test_requests_are_paused_resumed_and_cancelled_from_the_page(open_page
         assert status["recent"][-1]["finish_reason"] == "cancelled"
 
 
+async def test_a_text_is_asked_for_only_while_the_switch_of_the_page_is_on(open_page, serve):
+    """U7: a running one grows; the switch holds for the tab, over another story and a reload."""
+    async with serve("-m", f"fake:id=one,{SLOW}", "--request-texts") as server:
+        page = await open_page(server.url)
+        asked = []
+        page.on("request", lambda request: asked.append(request.url))
+        name, text = await server.begin(max_tokens=10_000)
+        await bars(page, name).first.click()
+        switch = story(page, name).get_by_role("switch", name="Show text")
+        await expect(switch).not_to_be_checked()
+        assert not [url for url in asked if url.endswith("/text")]
+        await switch.check()
+        await expect(story(page, name).get_by_label("Prompt", exact=True)).to_have_text("It is said:")
+        answer = story(page, name).get_by_label("Answer", exact=True)
+        early = await answer.inner_text()
+        await expect(answer).not_to_have_text(early)
+        await server.http.post(f"/v1/runtime/requests/{name}/cancel")
+        whole = (await text).json()["choices"][0]["text"]
+        await expect(answer).to_have_text(whole)
+        await page.reload()
+        await expect(story(page, name).get_by_label("Prompt", exact=True)).to_have_text("It is said:")
+        await switch.uncheck()
+        await expect(answer).to_have_count(0)
+        assert await page.evaluate("sessionStorage.getItem('stoker.texts')") is None
+
+
+async def test_a_server_that_shows_no_texts_offers_no_switch(open_page, serve):
+    """U7: and says by which option it would."""
+    async with serve("-m", "fake:id=one,eog_period=0") as server:
+        page = await open_page(server.url)
+        answer = await server.http.post("/v1/completions", json={"prompt": "hi", "max_tokens": 3})
+        await page.goto(f"{server.url}/ui#/now?request={answer.json()['id']}")
+        told = story(page, answer.json()["id"])
+        await expect(told).to_contain_text("--request-texts")
+        await expect(told.get_by_role("switch")).to_have_count(0)
+
+
 async def test_models_are_loaded_pinned_and_unloaded_from_the_page(open_page, serve):
     """U3: each by the route that programs use."""
     async with serve("-m", "fake:id=one", "-m", "fake:id=two") as server:

@@ -56,6 +56,7 @@ if TYPE_CHECKING:
     from stoker.client.models.loading import SpecChanges
     from stoker.client.process.transport import NewTransport, Transport
     from stoker.client.requests.group import KnownAs
+    from stoker.client.requests.texts import RequestText
     from stoker.client.worker.jobs import RenderChat
     from stoker.errors import ErrorInfo
     from stoker.ipc.model import Reach
@@ -242,6 +243,10 @@ class Client:
         return Snapshot({**fields, "num_kept": len(self.table.kept()), **self.stats()}, owners)
 
     # ------------------------------------------------------------ requests
+
+    def request_text(self, request_id: str) -> RequestText:
+        """What a request reads and has written; see `Requests.text`."""
+        return self.running().requests.text(request_id)
 
     async def load_model(self, name: str, changes: SpecChanges, reach: Reach) -> ModelInfo:
         """See `Runtime.load_model`."""

@@ -79,8 +79,14 @@ class Dispatcher:
         self.figures = EngineFigures(bus)
         bus.on_watch = self._watch
         bus.expects_figures = lambda: self.has_engine
-        history = RequestHistory(table, bus, lambda model: registry.state(model) is ModelLife.READY)
-        self.requests = Requests(table, source.settings.max_queue, registry, self, history)
+        settings = source.settings
+        history = RequestHistory(
+            table,
+            bus,
+            lambda model: registry.state(model) is ModelLife.READY,
+            keeps_texts=settings.request_texts,
+        )
+        self.requests = Requests(table, settings.max_queue, registry, self, history)
         self.calls = Calls()
         self.loads = ModelLoading(registry, source, self._tell, self.requests, bus)
         self.takeover = ModelTakeover(registry, self.loads, self._tell)

@@ -73,6 +73,6 @@ def snapshot_of(
         "heat": {"level": known.last.memory.heat, "sensor": "", "celsius": None},
         "steps": known.figures.steps(),
         "exits": msgspec.to_builtins(list(known.exits)),
-        "may": {"administrate": True},
+        "may": {"administrate": True, "texts": history.texts is not None},
     }
     return fields, {one.request_id: one.owner for one in (*rows, *groups, *ended) if one.owner}

@@ -30,7 +30,8 @@ PANELS = {
         max_image_pixels image_edge max_audio_bytes max_audio_seconds max_document_bytes max_document_pages
         max_document_chars max_document_seconds""",
     "Network": """host port ollama_port ollama api_key_file admin_key_file insecure allowed_hosts cors_origins
-        max_connections max_body_bytes max_receiving_bytes receive_timeout_s keepalive_s strict ui""",
+        max_connections max_body_bytes max_receiving_bytes receive_timeout_s keepalive_s strict ui
+        request_texts""",
     "Stored responses": "responses_dir max_responses responses_bytes responses_age_s",
     "Scheduling": "policy target_step_ms max_step_ms background_patience_s max_queue max_prepare_s",
     "Starting, stopping, sleep": "drain_s suspend_grace_s follow_sleep run_dir",

@@ -1,7 +1,7 @@
 """What requests and calls go through, as others than their callers are told of it: no text, no token.
 
 Reads the requests' meters and moves, publishes the events about requests and calls, and keeps what the last
-of them that ended were.
+of them that ended were; their texts (`texts`) only where they may be read.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import msgspec
 from stoker.client.requests.load_rows import LoadRows
 from stoker.client.requests.meter import PROGRESS_EVERY_S, Wait
 from stoker.client.requests.moves import ShownState
+from stoker.client.requests.texts import EndedTexts
 from stoker.ipc.events import (
     Delta,
     Failed,
@@ -54,9 +55,11 @@ class RequestHistory:
         bus: gets the events.
         is_ready: whether a model is in memory, by its id.
         now: seconds on the clock of the requests' meters.
+        keeps_texts: texts of requests may be read by their ids.
 
     Attributes:
         recent: requests and calls that have ended, the oldest first.
+        texts: of those; None: texts may not be read.
         loads: those of models that are under way.
     """
 
@@ -66,8 +69,11 @@ class RequestHistory:
         bus: EventBus,
         is_ready: Callable[[str], bool],
         now: Callable[[], float] = time.monotonic,
+        *,
+        keeps_texts: bool = False,
     ) -> None:
         self.recent: deque[RequestStatus] = deque(maxlen=MAX_RECENT)
+        self.texts = EndedTexts(MAX_RECENT) if keeps_texts else None
         self._table = table
         self._bus = bus
         self._is_ready = is_ready
@@ -230,6 +236,7 @@ class RequestHistory:
         reason = event.error.code if isinstance(event, Failed) else record.status(now).finish_reason or ""
         record.moves.all_move(ShownState.ENDED, record.meter.at(now), reason)
         if record.group is None:
+            self._keep_text(record)
             self._ended(record.status(now), event)
 
     def _held_moves(self, event: Paused | Resumed, record: RequestRecord, now: float) -> None:
@@ -248,11 +255,16 @@ class RequestHistory:
         """
         if record.group is None and self._table.find(record.request_id) is None:
             (failed,) = record.failed(error)
+            self._keep_text(record)
             self._ended(record.status(self._now()), failed)
 
     def call_ended(self, group: RequestGroup, end: FinishReason | ErrorInfo) -> None:
         """A call of several requests has ended, as its caller sees it."""
         self._ended(group.ended_as(end))
+
+    def _keep_text(self, record: RequestRecord) -> None:
+        if self.texts is not None:
+            self.texts.keep(record)
 
     def _ended(self, status: RequestStatus, event: RequestEvent | None = None) -> None:
         self.recent.append(status)

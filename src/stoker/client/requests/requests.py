@@ -17,7 +17,8 @@ from typing import TYPE_CHECKING, Protocol
 from stoker.client.requests.meter import Wait
 from stoker.client.requests.record import Stage
 from stoker.client.requests.replay import Replay
-from stoker.errors import RequestNotFoundError, RequestTimeoutError
+from stoker.client.requests.texts import RequestText
+from stoker.errors import RequestNotFoundError, RequestTimeoutError, TextsOffError
 from stoker.ipc.commands import Cancel, Pause, Resume
 from stoker.ipc.events import Failed, Finished, RequestEvent
 from stoker.ipc.request import check_queue, queue_bound
@@ -183,6 +184,26 @@ class Requests:
     def num_by_model(self) -> dict[str, int]:
         """How many there are of each model that has any."""
         return Counter(live.request.model for live in self.table.live())
+
+    def text(self, request_id: str) -> RequestText:
+        """What a request reads and has written: a live one, or one of the last that ended.
+
+        Raises:
+            TextsOffError: texts may not be read.
+            RequestNotFoundError: no such request is known.
+        """
+        if (texts := self.history.texts) is None:
+            raise TextsOffError("texts of requests are not shown; --request-texts allows it")
+        if (record := self.table.record(request_id)) is not None:
+            return RequestText.of(record)
+        if (found := texts.find(request_id)) is not None:
+            return found
+        calls = [group.request_status() for group in self.table.groups.values()]
+        for one in (*calls, *reversed(self.history.recent)):
+            if one.request_id == request_id:
+                is_ended = one.request_id not in self.table.groups
+                return RequestText(request_id=request_id, owner=one.owner, is_ended=is_ended, is_kept=False)
+        raise RequestNotFoundError(f"no request is known under the id {request_id!r}", param="id")
 
     # ------------------------------------------------------------ what callers want
 

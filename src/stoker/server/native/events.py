@@ -139,7 +139,7 @@ def _redacted_snapshot(fields: dict[str, Any], is_shown: Callable[[str], bool]) 
         shown["engine"] = {**engine, "reason": ""}
     if cache := shown.get("cache"):
         shown["cache"] = _redacted_cache(cache)
-    shown["may"] = {"administrate": False}
+    shown["may"] = {**fields.get("may", {}), "administrate": False}
     return shown
 
 

@@ -5,14 +5,15 @@ from __future__ import annotations
 import time
 from collections.abc import Awaitable, Callable
 from contextlib import aclosing
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+import msgspec
 from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
 from stoker.client.requests.load_rows import LOAD_ID
-from stoker.errors import RequestNotFoundError
+from stoker.errors import RequestNotFoundError, TextNotKeptError
 from stoker.ipc.status import GroupStatus, SlotStatus, WaitStatus
 from stoker.server.anthropic.writer import MessageChunks, MessageHead
 from stoker.server.context import ServerContext
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Sequence
 
     from stoker.client.requests.stream import StreamEvent
+    from stoker.client.requests.texts import RequestText
     from stoker.client.store.file import KeptRequest
     from stoker.ipc.status import EngineStatus, RuntimeStatus
     from stoker.server.streaming import ChunkWriter
@@ -68,6 +70,16 @@ def _request(request: KeptRequest, state: str, place: SlotStatus | WaitStatus | 
         "eta_s": waiting.eta_s if waiting else None,
         "num_tokens": place.num_tokens if place else request.num_tokens,
         "is_kept": False,
+    }
+
+
+def text_document(found: RequestText) -> dict[str, Any]:
+    """The texts of a request, `prompt` null where it was given as token ids."""
+    return {
+        "id": found.request_id,
+        "is_ended": found.is_ended,
+        "prompt": msgspec.to_builtins(found.prompt),
+        "choices": msgspec.to_builtins(found.choices),
     }
 
 
@@ -183,6 +195,22 @@ def router(context: ServerContext) -> APIRouter:
         """The whole stream of a kept request from its first token, as its own route streams."""
         attachment = Attachment(context, request.state.identity, request_id)
         return streamed(attachment, attachment.writer(), context.settings.keepalive_s)
+
+    @routes.get("/v1/runtime/requests/{request_id}/text")
+    async def text(request_id: str, request: Request) -> Response:
+        """What a request reads and has written, where the server shows texts (`--request-texts`).
+
+        Of longer texts the end, with the number of characters before it. Of requests of the caller's key, for
+        an operator of all: live ones, and the last 64 that ended.
+        """
+        found = context.runtime.request_text(request_id)
+        if not request.state.identity.may_see(found.owner):
+            raise RequestNotFoundError(f"no request is known under the id {request_id!r}", param="id")
+        if not found.is_kept:
+            raise TextNotKeptError(f"of request {request_id!r} no text is kept")
+        answer = json_response(text_document(found))
+        answer.headers["Cache-Control"] = "no-store"
+        return answer
 
     @routes.post("/v1/runtime/requests/{request_id}/cancel")
     async def cancel(request_id: str, request: Request) -> Response:

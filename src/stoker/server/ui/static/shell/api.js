@@ -56,6 +56,9 @@ async function refusal(answer) {
 const of_request = (id, what) => `/v1/runtime/requests/${encodeURIComponent(id)}/${what}`;
 const post = (path, body = {}) => document_of("POST", path, { body });
 
+/** What a request reads and has written. */
+export const textOf = (id, signal) => document_of("GET", of_request(id, "text"), { signal });
+
 /** What the page can do, each by one route. */
 export const calls = {
 	pause: (id) => post(of_request(id, "pause")),

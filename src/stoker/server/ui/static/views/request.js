@@ -1,12 +1,16 @@
 /** One request: how it is, what it took, and the story of every move it made. */
 
 import { html, useEffect, useRef, useState } from "../dom.js";
+import { textOf } from "../shell/api.js";
+import { forTab } from "../shell/storage.js";
 import { choicesOf } from "../state/moves.js";
 import { endedAt } from "../state/requests.js";
 import { requestOf } from "../state/selectors.js";
 import { storyOf } from "../state/story.js";
 import { briefly, clockTime, count, duration, endWords, milliseconds, percent, plural, rate, stateWords } from "../state/words.js";
 import { ActButton, ClassBadge, Figures, Level, RequestLink, StateMark } from "./parts.js";
+
+const texts = forTab("texts");
 
 export function RequestDrawer({ state, now, actions, may, open, requestId }) {
 	const box = useRef(null);
@@ -39,7 +43,8 @@ function Story({ row, now, actions, may, open }) {
 		<h3>Times</h3><${Times} row=${row} now=${now} />
 		<h3>Tokens</h3><${Tokens} row=${row} />
 		<h3>Story</h3><${Moves} row=${row} now=${now} open=${open} />
-		${may.administrate && actions.readText && html`<${Text} id=${row.request_id} actions=${actions} />`}
+		${may.administrate && !may.texts && html`<p class="muted">Texts are shown where the server runs with --request-texts.</p>`}
+		${may.texts && !row.num_members && row.kind !== "load" && html`<${Text} key=${row.request_id} row=${row} now=${now} />`}
 	</div>`;
 }
 
@@ -137,13 +142,35 @@ function linked({ text, by }, open) {
 	return html`${text.slice(0, at)}<${RequestLink} id=${by} open=${open} />${text.slice(at + name.length)}`;
 }
 
-/** What it reads and writes, for those who may see that; nothing is asked before somebody presses. */
-function Text({ id, actions }) {
-	const [found, setFound] = useState(null);
-	const show = () => actions.readText(id).then((each) => setFound(typeof each === "string" ? each : (each?.text ?? "")));
-	useEffect(() => setFound(null), [id]);
+/** What it reads and writes: asked for only while the switch, which holds for this tab, is on. */
+function Text({ row, now }) {
+	const [is_shown, setShown] = useState(texts.get() === "on");
+	const [found, setFound] = useState({});
+	const id = row.request_id;
+	const turn = row.state === "ended" ? "" : Math.floor(now / 2); // a live one writes on
+	useEffect(() => {
+		if (!is_shown) return undefined;
+		const leaving = new AbortController();
+		const settled = (text, error) => leaving.signal.aborted || setFound({ text, error });
+		textOf(id, leaving.signal).then((text) => settled(text), (error) => settled(null, error));
+		return () => leaving.abort();
+	}, [id, is_shown, turn]);
+	const flip = () => {
+		texts.set(is_shown ? null : "on");
+		setShown(!is_shown);
+		setFound({});
+	};
+	const { text, error } = found;
 	return html`<h3>Text</h3>
-		${found === null
-			? html`<${ActButton} act=${show}>Show text<//>`
-			: html`<pre tabindex="0">${found || "none yet"}</pre><button type="button" class="act" onClick=${() => setFound(null)}>Hide text</button>`}`;
+		<label class="check"><input type="checkbox" role="switch" checked=${is_shown} onChange=${flip} />Show text</label>
+		${error && html`<p class="failed" role="alert">${error.message}</p>`}
+		${text && html`<${TextPart} title="Prompt" part=${text.prompt} />`}
+		${text?.choices.map((part, index, all) => html`<${TextPart} title=${all.length > 1 ? `Choice ${index + 1}` : "Answer"} part=${part} />`)}`;
+}
+
+function TextPart({ title, part }) {
+	if (!part) return html`<p class="muted">${title}: token ids</p>`;
+	const left = part.num_left_out > 0 && `the end of ${count(part.num_chars)} characters; ${count(part.num_left_out)} before it are not shown`;
+	return html`<h4>${title} ${left && html`<small>${left}</small>`}</h4>
+		<pre tabindex="0" aria-label=${title}>${part.text || "nothing yet"}</pre>`;
 }
