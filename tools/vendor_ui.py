@@ -18,7 +18,9 @@ import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
-VENDOR = Path(__file__).resolve().parents[1] / "src/stoker/server/ui/static/vendor"
+UI = Path(__file__).resolve().parents[1] / "src/stoker/server/ui"
+VENDOR = UI / "static" / "vendor"
+MANIFEST = UI / "vendor.json"
 
 
 @dataclass(frozen=True)
@@ -99,7 +101,7 @@ def main() -> int:
                 "sha256": hashlib.sha256(content).hexdigest(),
             }
             licences[name] = licence_of(archive)
-    (VENDOR / "manifest.json").write_text(json.dumps(files, indent=1) + "\n", encoding="utf-8")
+    MANIFEST.write_text(json.dumps(files, indent=1) + "\n", encoding="utf-8")
     (VENDOR / "LICENSES.txt").write_text(licences_text(licences), encoding="utf-8")
     print(f"{len(files)} files, {sum(path.stat().st_size for path in VENDOR.iterdir()):,} bytes")
     return 0

@@ -379,7 +379,7 @@ class SimulatedMachine:
                 "unload_idle",
                 "park_interactive",
             ],
-            "thresholds": {"footprint_warning": 0.7, "footprint_critical": 0.85},
+            "thresholds": {"fraction_warning": 0.7, "fraction_critical": 0.85},
             "lines": {
                 "weights": 744 << 20,
                 "kv": 825 << 20,

@@ -8,6 +8,7 @@ import json
 import pytest
 import pytest_asyncio
 from playwright.async_api import expect
+from test_control_room import grave_faults
 
 PIXEL = base64.b64decode(
     "iVBORw0KGgoAAAANSUhEUgAAAAoAAAAKCAIAAAACUFjqAAAAEklEQVR4nGP4z8CAB+GTG8HSALfKY52fTcuYAAAAAElFTkSuQmCC"
@@ -127,7 +128,7 @@ async def test_an_answer_is_stopped_written_again_and_taken_back(chat):
 async def test_the_class_and_the_options_go_with_the_request(chat, talker):
     """U5: so that a conversation can give way to others."""
     page = await chat("talker")
-    await page.get_by_label("background").check()
+    await page.get_by_role("button", name="background").click()
     await page.get_by_text("System message, tools, sampling").click()
     await page.get_by_label("System message", exact=True).fill("Be brief.")
     await page.get_by_label("Tokens at most").fill("5")
@@ -204,6 +205,23 @@ async def test_a_refusal_stands_in_the_answer_with_its_code(chat):
     await say(page, "hi")
     await expect(last(page).get_by_role("alert")).to_contain_text("max_tokens")
     await expect(last(page).get_by_role("alert").locator("code")).to_have_text("invalid_request")
+
+
+async def test_a_conversation_can_be_used_by_everybody(chat):
+    """U13: Markdown, thinking and calls of tools: nothing that axe calls serious, in either colours."""
+    page = await chat("talker")
+    await say(page, "hello")
+    await expect(last(page)).to_contain_text("tokens in")
+    await page.get_by_label("Model").select_option("thinker")
+    await say(page, "think")
+    await expect(last(page)).to_contain_text("tokens in")
+    await last(page).locator("details.thinking summary").click()
+    await page.get_by_label("Model").select_option("caller")
+    await page.get_by_text("System message, tools, sampling").click()
+    await page.get_by_label("Tools").fill(json.dumps(TOOLS))
+    await say(page, "weather?")
+    await expect(last(page).get_by_label("Result")).to_be_visible()
+    assert await grave_faults(page) == {}
 
 
 @pytest.mark.slow

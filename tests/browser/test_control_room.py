@@ -83,13 +83,16 @@ async def test_requests_are_paused_resumed_and_cancelled_from_the_page(open_page
         told = story(page, name)
         await told.get_by_role("button", name="Pause").click()
         await server.until(lambda status: status["requests"][0]["state"] == "paused")
-        await told.get_by_role("button", name="Resume").click()
+        await expect(told.get_by_role("button", name="Resume")).to_be_focused()
+        await page.keyboard.press("Enter")
         await server.until(lambda status: status["requests"][0]["state"] == "decode")
         await told.get_by_role("button", name="Cancel").click()
         await text
         await expect(told.get_by_role("button", name="Cancel")).to_have_count(0)
         status = await server.until(lambda status: not status["requests"])
         assert status["recent"][-1]["finish_reason"] == "cancelled"
+        await page.keyboard.press("Escape")
+        await expect(told).to_have_count(0)
 
 
 async def test_a_text_is_asked_for_only_while_the_switch_of_the_page_is_on(open_page, serve):
@@ -153,6 +156,26 @@ async def test_models_are_loaded_pinned_and_unloaded_from_the_page(open_page, se
             await expect(other.get_by_role("button", name=offered, exact=True)).to_have_count(1)
 
 
+async def test_the_engine_is_suspended_and_woken_from_the_page(open_page, serve):
+    """U3: asked once more; what runs then goes on where it was."""
+    async with serve("-m", f"fake:id=one,{SLOW}") as server:
+        page = await open_page(server.url, "#/machine")
+        name, text = await server.begin(max_tokens=60)
+        await server.until(lambda status: status["requests"][0]["state"] == "decode")
+        await page.get_by_role("button", name="Suspend", exact=True).click()
+        assert (await server.http.get("/v1/runtime")).json()["engine"]["state"] == "serving"
+        await page.get_by_role("button", name="Suspend now").click()
+        await server.until(lambda status: status["engine"]["state"] == "suspended")
+        engine = page.get_by_role("region", name="Engine", exact=True)
+        await expect(engine.locator(".level", has_text="suspended")).to_be_visible()
+        await page.get_by_role("button", name="Wake up").click()
+        await server.until(lambda status: status["engine"]["state"] == "serving")
+        await expect(page.get_by_role("button", name="Suspend", exact=True)).to_be_enabled()
+        assert (await text).json()["usage"]["completion_tokens"] == 60
+        await page.goto(f"{server.url}/ui#/now?request={name}")
+        await expect(story(page, name)).to_contain_text("suspended")
+
+
 async def test_who_may_not_steer_is_offered_nothing(open_page, serve, tmp_path):
     """U3: the buttons are gone, and the API refuses the same."""
     keys, admins = tmp_path / "keys", tmp_path / "admins"
@@ -161,8 +184,9 @@ async def test_who_may_not_steer_is_offered_nothing(open_page, serve, tmp_path):
     options = ("--api-key-file", str(keys), "--admin-key-file", str(admins))
     async with serve("-m", "fake:id=one", *options) as server:
         page = await open_page(server.url, "#/memory")
+        dialog = page.get_by_role("dialog", name="Key")
+        await expect(dialog).to_contain_text("This server asks for a key.")
         for given, offered in (("key-user", 0), ("key-admin", 1)):
-            dialog = page.get_by_role("dialog", name="Key")
             await dialog.get_by_label("API key").fill(given)
             await dialog.get_by_role("button", name="Use this key").click()
             await expect(page.locator(".models")).to_contain_text("one")
@@ -176,6 +200,63 @@ async def test_who_may_not_steer_is_offered_nothing(open_page, serve, tmp_path):
 # ---------------------------------------------------------------- a recording
 
 
+async def grave_faults(page):
+    """What axe calls serious, in both colours."""
+    found = {}
+    for theme in ("light", "dark"):
+        await page.emulate_media(color_scheme=theme)
+        told = await Axe().run(page)
+        found[theme] = [one for one in told.response["violations"] if one["impact"] in GRAVE]
+    return {theme: json.dumps(grave)[:1500] for theme, grave in found.items() if grave}
+
+
+OVERLAPS = """() => {
+    const kept = (one) => one.closest('.head, .composer, .drawer, .toasts'); // the rest scrolls below these
+    const pressed = 'a[href]:not(.skip), button, input, select, textarea, summary, [tabindex="0"]';
+    const seen = [...document.querySelectorAll(pressed)]
+        .map((one) => ({ one, box: one.getBoundingClientRect() }))
+        .filter(({ one, box }) => one.checkVisibility() && box.width > 2 && box.height > 2);
+    const told = ({ one }) => one.ariaLabel ?? one.textContent.trim() ?? one.tagName;
+    const is_out = ({ one, box }) => (box.left < -1 || box.right > innerWidth + 1) && !one.closest('.scroll');
+    const found = seen.filter(is_out).map((each) => `${told(each)} is not within the page`);
+    seen.forEach((here, number) => {
+        for (const there of seen.slice(number + 1)) {
+            if (here.one.contains(there.one) || there.one.contains(here.one)) continue;
+            if (kept(here.one) !== kept(there.one)) continue;
+            const [a, b] = [here.box, there.box];
+            const across = Math.min(a.right, b.right) - Math.max(a.left, b.left);
+            const down = Math.min(a.bottom, b.bottom) - Math.max(a.top, b.top);
+            if (across > 2 && down > 2) found.push(`${told(here)} and ${told(there)}`);
+        }
+    });
+    const over = document.documentElement.scrollWidth - innerWidth;
+    return over > 0 ? [...found, `${over} pixels sideways`] : found;
+}"""
+
+
+async def test_on_a_phone_nothing_that_is_pressed_lies_over_another(open_page, serve):
+    """U13: in any tab of a server at work, with a story and a conversation; nothing scrolls sideways."""
+    models = ("-m", f"fake:id=one,{SLOW}", "-m", "fake:id=a-model-of-a-long-name,eog_period=0")
+    async with serve(*models, "--slots", "2", "--request-texts", "--default-max-tokens", "32") as server:
+        page = await open_page(server.url, viewport=PHONE)
+        jobs = [await server.begin(priority="background", max_tokens=4_000, model="one") for _ in range(3)]
+        await server.begin(max_tokens=4_000, model="one")
+        await server.http.post("/v1/completions", json={"prompt": "hi", "model": "one", "max_tokens": 4})
+        for tab in TABS:
+            await page.goto(f"{server.url}/ui#/{tab}")
+            await expect(page.locator(f"main.{tab} > :nth-child(2)")).to_be_attached()
+            if tab == "chat":
+                await page.get_by_label("Model").select_option("a-model-of-a-long-name")
+                await page.get_by_label("Message", exact=True).fill("hello")
+                await page.keyboard.press("Enter")
+                await expect(page.get_by_role("button", name="Story")).to_be_visible()
+            assert await page.evaluate(OVERLAPS) == [], tab
+        await page.goto(f"{server.url}/ui#/now?request={jobs[0][0]}")
+        await story(page, jobs[0][0]).get_by_role("switch").check()
+        await expect(story(page, jobs[0][0]).get_by_label("Prompt", exact=True)).to_be_visible()
+        assert await page.evaluate(OVERLAPS) == []
+
+
 async def test_every_tab_can_be_used_by_everybody(open_page, replayed):
     """U13: nothing that axe calls serious, in either colours; nothing runs over the edge of a phone."""
     async with replayed(BUSY) as server:
@@ -184,17 +265,12 @@ async def test_every_tab_can_be_used_by_everybody(open_page, replayed):
         for tab in TABS:
             await page.goto(f"{server.url}/ui#/{tab}")
             await expect(page.locator(f"main.{tab} > :nth-child(2)")).to_be_attached()
-            for theme in ("light", "dark"):
-                await page.emulate_media(color_scheme=theme)
-                found = await Axe().run(page)
-                grave = [one for one in found.response["violations"] if one["impact"] in GRAVE]
-                assert grave == [], (tab, theme, json.dumps(grave)[:1500])
+            assert await grave_faults(page) == {}, tab
         await page.set_viewport_size(PHONE)
         for tab in TABS:
             await page.goto(f"{server.url}/ui#/{tab}")
             await expect(page.locator(f"main.{tab} > :nth-child(2)")).to_be_attached()
-            wide = await page.evaluate("document.documentElement.scrollWidth")
-            assert wide <= PHONE["width"], tab
+            assert await page.evaluate(OVERLAPS) == [], tab
 
 
 async def test_a_recording_offers_nothing_to_steer(open_page, replayed):
@@ -207,12 +283,12 @@ async def test_a_recording_offers_nothing_to_steer(open_page, replayed):
             await expect(page.get_by_role("button", name=name, exact=True)).to_have_count(0)
 
 
-LONG_TASKS = """() => {
-    window.longest_ms = 0;
-    new PerformanceObserver((list) => {
-        for (const one of list.getEntries()) window.longest_ms = Math.max(window.longest_ms, one.duration);
-    }).observe({ type: 'longtask' });
-}"""
+LONG_TASKS = """
+window.longest_ms = 0;
+new PerformanceObserver((list) => {
+    for (const one of list.getEntries()) window.longest_ms = Math.max(window.longest_ms, one.duration);
+}).observe({ type: 'longtask' });
+"""
 UNTIL = """async (wanted) => {
     const app = document.querySelector('script[type=module]').src;
     const { state } = await import(app.replace('app.js', 'shell/feed.js'));
@@ -226,8 +302,8 @@ SCROLL = """async (box) => {
 }"""
 MAX_HEAP_BYTES = 80 * 2**20
 MAX_TASK_MS = 50.0
-NUM_TRIES = 6
-"""Whatever else has the cores lengthens a task."""
+NUM_TRIES = 2
+"""What else has the cores lengthens a task of the page."""
 HOUR_S = 3600.0
 NUM_ROWS = 10_000
 
@@ -247,7 +323,10 @@ def many_short(number):
 
 @pytest.mark.slow
 async def test_an_hour_at_full_speed_leaves_the_page_quick_and_small(open_page, replayed, tmp_path):
-    """U12: no task of 50 ms once it is drawn, less than 80 MiB of heap, ten thousand rows that scroll."""
+    """U12: no task of 50 ms from its first on, less than 80 MiB of heap, ten thousand rows that scroll.
+
+    Twice at most: Chromium counts time in which another process had the core as the page's own.
+    """
     file = tmp_path / "hour.jsonl"
     last_at = 0.0
     with file.open("w", encoding="utf-8") as out:
@@ -256,7 +335,9 @@ async def test_an_hour_at_full_speed_leaves_the_page_quick_and_small(open_page, 
             last_at = max(last_at, document["at"])
     async with replayed(file) as server:
         for _ in range(NUM_TRIES):
-            heap_bytes, longest_ms = await watched_hour(await open_page(server.url), last_at)
+            heap_bytes, longest_ms = await watched_hour(
+                await open_page(server.url, script=LONG_TASKS), last_at
+            )
             assert heap_bytes < MAX_HEAP_BYTES
             if longest_ms < MAX_TASK_MS:
                 break
@@ -264,9 +345,8 @@ async def test_an_hour_at_full_speed_leaves_the_page_quick_and_small(open_page, 
 
 
 async def watched_hour(page, last_at):
-    """The heap after the hour, and the longest task since the lanes are drawn, scrolling included."""
+    """The heap after the hour, and the longest task: loading, the first drawing and scrolling included."""
     await expect(page.locator(".canvas button.bar").first).to_be_attached()
-    await page.evaluate(LONG_TASKS)
     await page.evaluate(UNTIL, last_at)
     read_ms = await page.evaluate("longest_ms")
     await page.evaluate("gc()")

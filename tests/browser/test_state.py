@@ -117,7 +117,7 @@ async def test_slices_of_documents_give_the_state_that_single_ones_give(page, bu
             const half = after(documents.slice(0, 500));
             const before = told(half);
             const whole = told(after(documents.slice(500), half));
-            const single = told(documents.reduce(reduce, initialState()));
+            const single = told(documents.reduce((state, one) => after([one], state), initialState()));
             return [whole === single, told(half) === before];
         }""",
         busy,
@@ -144,7 +144,7 @@ async def test_a_preemption_is_one_bar_that_gives_way_to_another_and_goes_on(pag
     ]
     (handover,) = found["handovers"]
     assert (handover["giver"]["id"], handover["taker"]["id"]) == ("job", "person")
-    assert handover["back"] == {"at": START + 8.1, "slot": 0}
+    assert (handover["giver"]["slot"], handover["taker"]["slot"]) == (0, 0)
     assert "parked" in found["sidings"]
     assert found["story"][-4:] == [
         "gave its slot to person (interactive)",
@@ -177,6 +177,40 @@ async def test_what_an_engine_lost_is_read_again(page):
     assert found[0] == [["prefill", "decode"], ["replayed", "decode"]]
     assert [(each["from"], each["to"]) for each in found[1]] == [(START + 3, START + 4)]
     assert found[2] == 1
+
+
+async def test_an_engine_that_wakes_up_has_not_ended(page):
+    """U11: it is no end that nobody asked for, and its reason is not told where it says nothing."""
+    moves = [("suspended", "suspended"), ("restarting", "resumed"), ("serving", "pid 8")]
+    documents = [
+        {"event": "engine", "at": START + number, "state": state, "reason": reason}
+        for number, (state, reason) in enumerate(moves, 1)
+    ]
+    found = await page.evaluate(
+        """(documents) => {
+            const { exits, engine, notices } = after(documents);
+            return [exits.length, engine.restarts, notices.map((each) => each.text)];
+        }""",
+        [snapshot(), *documents],
+    )
+    told = ["engine suspended", "engine restarting: resumed", "engine serving"]
+    assert found == [0, 0, told]
+
+
+async def test_a_load_stands_in_the_line_and_in_no_slot(page):
+    """U11: behind those who wait; it is no request of anybody."""
+    load = {"event": "request", "at": START + 1, "request_id": "load:chat", "what": "arrived", "kind": "load"}
+    fields = {"model": "chat", "priority": "interactive", "arrived_at": START + 1, "state": "loading"}
+    documents = [snapshot(), load | fields, arrived("waits", START + 2), moved("waits", START + 2, "queued")]
+    found = await page.evaluate(
+        """(documents) => {
+            const state = after(documents);
+            const ids = (rows) => rows.map((row) => row.request_id);
+            return [ids(lineOf(state)), ids(runningOf(state))];
+        }""",
+        documents,
+    )
+    assert found == [["waits", "load:chat"], []]
 
 
 async def test_a_snapshot_replaces_what_was_lost_and_keeps_the_history(page):

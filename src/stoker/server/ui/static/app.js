@@ -2,51 +2,33 @@
 
 import { follow, html, render, useEffect, useErrorBoundary, useRef, useState } from "./dom.js";
 import { actions } from "./shell/actions.js";
+import { key } from "./shell/api.js";
 import { KeyDialog, KeysDialog } from "./shell/dialogs.js";
 import { line, now, open_feed, reopen_feed, state } from "./shell/feed.js";
 import { Header, switch_theme } from "./shell/header.js";
 import { go, open, place } from "./shell/place.js";
 import { TABS } from "./shell/tabs.js";
 import { Toasts, close_newest } from "./shell/toasts.js";
-
-const loaded = new Map();
-
-/** The module behind an import, when it is there. */
-function useModule(id, load) {
-	const [found, set_found] = useState(null);
-	useEffect(() => {
-		const settled = (module, error) => set_found({ id, module, error });
-		if (!loaded.has(id)) loaded.set(id, load());
-		loaded.get(id).then(
-			(module) => settled(module, null),
-			(error) => {
-				loaded.delete(id);
-				settled(null, error);
-			},
-		);
-	}, [id]);
-	return found?.id === id ? found : null;
-}
+import { RequestDrawer } from "./views/request.js";
 
 function Broken({ error }) {
 	return html`<div class="empty" role="alert">
-		<p>This view failed: <code>${String(error?.message ?? error)}</code></p>
+		<p>This view failed: <code>${error.message}</code></p>
 		<button onClick=${() => location.reload()}>Load the page again</button>
 	</div>`;
 }
 
-function Stage({ tab }) {
-	const found = useModule(tab.id, tab.load);
+function Stage({ tab: { View, is_own } }) {
 	const [error] = useErrorBoundary();
-	if (error ?? found?.error) return html`<${Broken} error=${error ?? found.error} />`;
-	if (!found) return html`<p class="empty">Loading</p>`;
-	const View = found.module.View;
-	return tab.is_own ? html`<${View} />` : html`<${Live} View=${View} />`;
+	if (error) return html`<${Broken} error=${error} />`;
+	return is_own ? html`<${View} />` : html`<${Live} View=${View} />`;
 }
+
+const refusedWords = ({ status, message }) => (status !== 401 ? message : key.get() ? "This server does not accept the key." : "This server asks for a key.");
 
 function Live({ View }) {
 	follow(state, now, line);
-	if (!state.value.at) return html`<p class="empty">${line.value.state === "refused" ? line.value.error.message : "Nothing has come yet"}</p>`;
+	if (!state.value.at) return html`<p class="empty">${line.value.state === "refused" ? refusedWords(line.value.error) : "Nothing has come yet"}</p>`;
 	return html`<${View} ...${props()} />`;
 }
 
@@ -55,16 +37,14 @@ const props = () => ({ state: state.value, now: now.value, actions, may: state.v
 function Drawer() {
 	follow(place, state, now);
 	const { request, tab } = place.value;
-	const found = useModule("request", () => import("./views/request.js"));
 	const [error] = useErrorBoundary();
-	if (!request || error || !found?.module || !state.value.at) return null;
-	return html`<${found.module.RequestDrawer} key=${`${tab} ${request}`} ...${props()} requestId=${request} />`;
+	if (!request || error || !state.value.at) return null;
+	return html`<${RequestDrawer} key="${tab} ${request}" ...${props()} requestId=${request} />`;
 }
 
 /** Whether a key pressed there is text for something. */
 function is_typed(event) {
-	const target = event.target;
-	return event.ctrlKey || event.metaKey || event.altKey || target.isContentEditable || /^(INPUT|TEXTAREA|SELECT)$/.test(target.tagName);
+	return event.ctrlKey || event.metaKey || event.altKey || event.target.closest("input, textarea, select");
 }
 
 function useShortcuts(show_keys) {
@@ -75,7 +55,7 @@ function useShortcuts(show_keys) {
 			if (tab) go(tab.id);
 			else if (event.key === "t") switch_theme();
 			else if (event.key === "?") show_keys();
-			else if (event.key === "Escape") close_newest();
+			else if (event.key === "Escape") place.value.request ? open(null) : close_newest();
 		};
 		addEventListener("keydown", pressed);
 		return () => removeEventListener("keydown", pressed);
@@ -106,14 +86,14 @@ function App() {
 	};
 	return html`
 		<a class="skip" href="#main" onClick=${skip}>Skip to the view</a>
-		<${Header} tabs=${TABS} tab=${tab} ask_key=${() => set_dialog("key")} />
+		<${Header} tab=${tab} ask_key=${() => set_dialog("key")} />
 		<main id="main" ref=${main} tabindex="-1" class="stage ${tab.id}">
 			<h1 class="sr-only">${tab.title}</h1>
 			<${Stage} key=${tab.id} tab=${tab} />
 		</main>
 		<${Drawer} />
 		<${Toasts} />
-		${dialog === "key" && html`<${KeyDialog} problem=${is === "refused" ? error.message : null} given=${given} close=${close} />`}
+		${dialog === "key" && html`<${KeyDialog} problem=${is === "refused" ? refusedWords(error) : null} given=${given} close=${close} />`}
 		${dialog === "keys" && html`<${KeysDialog} tabs=${TABS} close=${close} />`}
 	`;
 }

@@ -3,7 +3,7 @@
 import { h } from "./vendor/preact.js";
 import htm from "./vendor/htm.js";
 
-export { h, Fragment, createContext, createRef, render } from "./vendor/preact.js";
+export { render } from "./vendor/preact.js";
 export * from "./vendor/hooks.js";
 export { follow, signal } from "./shell/signal.js";
 

@@ -3,10 +3,8 @@
 import { ApiError, ask } from "../shell/api.js";
 import { SseParser } from "../shell/sse.js";
 
-/** An answer before its first chunk. */
 export const begun = () => ({ role: "assistant", id: "", content: "", reasoning: "", calls: [], progress: null, usage: null, finish: null, error: null });
 
-/** The answer after one more chunk. */
 export function followed(answer, chunk) {
 	if (chunk.error) return { ...answer, error: { code: chunk.error.code, message: chunk.error.message } };
 	const next = { ...answer, id: chunk.id ?? answer.id, usage: chunk.usage ?? answer.usage, progress: chunk.prompt_progress ?? answer.progress };

@@ -4,9 +4,12 @@ import { follow, html, useEffect, useRef, useState } from "../dom.js";
 import { document_of, key } from "../shell/api.js";
 import { line, replay } from "../shell/feed.js";
 import { toast } from "../shell/toasts.js";
+import { Choice as Pick } from "../views/parts.js";
 import * as talk from "./conversation.js";
 import { read_images } from "./images.js";
 import { Message } from "./message.js";
+
+const CLASSES = ["interactive", "background"].map((name) => [name, name]);
 
 function useModels() {
 	follow(line);
@@ -15,10 +18,7 @@ function useModels() {
 	useEffect(() => {
 		if (!is_live || replay.value) return;
 		const talks = (one) => one.meta.has_chat_template && !one.meta.pooling;
-		document_of("GET", "/v1/models").then(
-			(found) => set_models(found.data.filter(talks)),
-			(error) => toast("bad", error.message, error.code),
-		);
+		document_of("GET", "/v1/models").then((found) => set_models(found.data.filter(talks)), toast);
 	}, [is_live, key.get()]);
 	return models;
 }
@@ -32,14 +32,7 @@ function Choice({ models }) {
 				${models.map((one) => html`<option key=${one.id} value=${one.id}>${one.id}</option>`)}
 			</select>
 		</label>
-		<fieldset class="switch">
-			<legend>Class</legend>
-			${["interactive", "background"].map(
-				(name) => html`<label key=${name}>
-					<input type="radio" name="priority" value=${name} checked=${priority === name} onChange=${() => talk.set_option("priority", name)} />${name}
-				</label>`,
-			)}
-		</fieldset>
+		<${Pick} label="Class" options=${CLASSES} value=${priority} onChange=${(name) => talk.set_option("priority", name)} />
 		<button class="plain" disabled=${!talk.messages.value.length} onClick=${talk.clear}>New conversation</button>
 	</div>`;
 }
@@ -85,7 +78,7 @@ function Composer({ sees }) {
 		try {
 			set_images([...images, ...(await read_images(files, images.length))]);
 		} catch (error) {
-			toast("bad", error.message);
+			toast(error);
 		}
 	};
 	const send = (event) => {
@@ -111,8 +104,8 @@ function Composer({ sees }) {
 		html`<ul class="images" aria-label="Images to send">
 			${images.map(
 				(url, index) => html`<li key=${index}>
-					<img src=${url} alt=${`Image ${index + 1}`} />
-					<button type="button" class="plain" aria-label=${`Leave image ${index + 1} out`} onClick=${() => set_images(images.filter((_, at) => at !== index))}>×</button>
+					<img src=${url} alt="Image ${index + 1}" />
+					<button type="button" class="plain" aria-label="Leave image ${index + 1} out" onClick=${() => set_images(images.filter((_, at) => at !== index))}>×</button>
 				</li>`,
 			)}
 		</ul>`}

@@ -5,8 +5,8 @@ import { key } from "../shell/api.js";
 import { forTab } from "../shell/storage.js";
 import { asked, begun, followed, sent } from "./answer.js";
 
-export const MAX_MESSAGES = 200;
-export const MAX_STORED_CHARS = 1_500_000; // a browser keeps about five million
+const MAX_MESSAGES = 200;
+const MAX_STORED_CHARS = 1_500_000; // a browser keeps about five million
 const SHOWN_MS = 60;
 const stored = forTab("chat");
 const DEFAULTS = { model: "", priority: "interactive", system: "", tools: "", temperature: "", max_tokens: "" };
@@ -67,7 +67,6 @@ function body_of(list) {
 	};
 }
 
-/** Say something, and have it answered. */
 export const say = (content, images) => answered([...messages.value, { role: "user", content, images }]);
 
 /** Give the results of the calls of the last answer, and have it go on. */
@@ -77,7 +76,6 @@ export function give_results(results) {
 	return answered([...messages.value, ...given]);
 }
 
-/** Have the last answer written again. */
 export function again() {
 	const list = messages.value;
 	const last = list.findLastIndex((one) => one.role !== "assistant");
@@ -96,7 +94,7 @@ export function take_back() {
 
 async function answered(list) {
 	if (running.value) return;
-		const leaving = new AbortController();
+	const leaving = new AbortController();
 	let answer = begun();
 	let timer = 0;
 	const show = () => {

@@ -1,7 +1,7 @@
 /** Images that go with what is said: from files, the clipboard or dropped, as data URLs, bounded in number and size. */
 
-export const MAX_IMAGES = 4;
-export const MAX_IMAGE_BYTES = 8 * 2 ** 20;
+const MAX_IMAGES = 4;
+const MAX_IMAGE_BYTES = 8 * 2 ** 20;
 
 /** The images among files as data URLs; throws an Error that says which is too much. */
 export async function read_images(files, num_there) {

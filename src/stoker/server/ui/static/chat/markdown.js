@@ -1,8 +1,7 @@
 /**
  * Markdown of a model as nodes: no text of it ever becomes markup of the page.
  *
- * What is written: headings, paragraphs, lists, quotes, code, tables, rules; bold, italic, struck, code and links. Links go
- * to http, https and mailto alone; an image is its link, as the page asks no other server for anything. The rest is text.
+ * Links go to http, https and mailto alone; an image is its link, as the page asks no other server for anything.
  */
 
 import { html, useMemo } from "../dom.js";
@@ -15,8 +14,7 @@ const QUOTE = /^ {0,3}> ?(.*)$/;
 const CELLS = /^\s*\|?\s*:?-+:?\s*(\|\s*:?-+:?\s*)+\|?\s*$/;
 const MAX_DEPTH = 8;
 
-/** Blocks of a text: {kind, ...}. */
-export function blocks_of(text, depth = 0) {
+function blocks_of(text, depth = 0) {
 	const lines = text.split("\n");
 	const found = [];
 	for (let at = 0; at < lines.length; ) at = block(lines, at, found, depth);
@@ -107,8 +105,7 @@ function paragraph(lines, at, found) {
 const INLINE =
 	/\\([\\`*_{}[\]()#+\-.!~|>])|(`+)([\s\S]*?[^`])\2(?!`)|!?\[([^\]\n]{0,500})\]\(([^()\s]{1,2000})(?:\s+"[^"\n]*")?\)|(https?:\/\/[^\s<>"')\]]{1,2000})|(\*\*|__)(?=\S)([\s\S]{1,4000}?\S)\7|(?<![\w*])(\*|_)(?=\S)([^*_]{1,4000}?\S|\S)\9(?![\w*])|~~(?=\S)([\s\S]{1,4000}?\S)~~/g;
 
-/** The inline parts of a text as nodes. */
-export function inline(text, depth = 0) {
+function inline(text, depth = 0) {
 	if (depth > MAX_DEPTH) return [text];
 	const nodes = [];
 	let from = 0;

@@ -75,7 +75,7 @@ export function Message({ message, is_running, is_last }) {
 	return html`<article class="message ${role}" aria-label=${WHO[role]} aria-busy=${is_running}>
 		${role === "assistant"
 			? html`<${Answer} message=${message} is_running=${is_running} is_last=${is_last} />`
-			: html`${message.images?.map((url, index) => html`<img key=${index} src=${url} alt=${`Image ${index + 1}`} />`)}
+			: html`${message.images?.map((url, index) => html`<img key=${index} src=${url} alt="Image ${index + 1}" />`)}
 					<p class="said">${role === "tool" && html`<code>${message.name}</code> `}${message.content}</p>`}
 	</article>`;
 }

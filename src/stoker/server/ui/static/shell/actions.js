@@ -1,17 +1,24 @@
-/** What views can do: the calls of the API, whose failures are shown and thrown on. */
+/** What views can do, each by one route; what goes wrong is shown, and thrown on. */
 
-import { calls } from "./api.js";
+import { document_of, of_request } from "./api.js";
 import { toast } from "./toasts.js";
 
-function shown(call) {
-	return async (...given) => {
-		try {
-			return await call(...given);
-		} catch (error) {
-			toast("bad", error.message, error.code);
-			throw error;
-		}
-	};
+async function post(path, body = {}) {
+	try {
+		return await document_of("POST", path, { body });
+	} catch (error) {
+		toast(error);
+		throw error;
+	}
 }
 
-export const actions = Object.fromEntries(Object.entries(calls).map(([name, call]) => [name, shown(call)]));
+export const actions = {
+	pause: (id) => post(of_request(id, "pause")),
+	resume: (id) => post(of_request(id, "resume")),
+	cancel: (id) => post(of_request(id, "cancel")),
+	load: (model) => post("/v1/runtime/models/load", { model }),
+	unload: (model) => post("/v1/runtime/models/unload", { model }),
+	pin: (model, pinned) => post("/v1/runtime/models/pin", { model, pinned }),
+	suspend: () => post("/v1/runtime/suspend"),
+	wake: () => post("/v1/runtime/resume"),
+};

@@ -6,17 +6,15 @@ const stored = forTab("key");
 
 export const key = {
 	get: () => stored.get() ?? "",
-	/** Keep a key until the tab is closed; empty: none. Whether the browser keeps it over a reload. */
+	/** Keep a key until the tab is closed; empty: none. */
 	set: (text) => stored.set(text || null),
 };
 
 export class ApiError extends Error {
-	constructor(code, message, status, details) {
+	constructor(code, message, status) {
 		super(message);
-		this.name = "ApiError";
 		this.code = code;
 		this.status = status;
-		this.details = details ?? {};
 	}
 }
 
@@ -37,7 +35,6 @@ export async function ask(method, path, { body, signal, headers } = {}) {
 	return answer;
 }
 
-/** The JSON document of an answer. */
 export async function document_of(method, path, options) {
 	return (await ask(method, path, options)).json();
 }
@@ -50,23 +47,9 @@ async function refusal(answer) {
 		// something in between has answered, without our error shape
 	}
 	const message = error.message ?? `the server answered ${answer.status}`;
-	return new ApiError(error.code ?? `http_${answer.status}`, message, answer.status, error.details);
+	return new ApiError(error.code ?? `http_${answer.status}`, message, answer.status);
 }
 
-const of_request = (id, what) => `/v1/runtime/requests/${encodeURIComponent(id)}/${what}`;
-const post = (path, body = {}) => document_of("POST", path, { body });
+export const of_request = (id, what) => `/v1/runtime/requests/${encodeURIComponent(id)}/${what}`;
 
-/** What a request reads and has written. */
 export const textOf = (id, signal) => document_of("GET", of_request(id, "text"), { signal });
-
-/** What the page can do, each by one route. */
-export const calls = {
-	pause: (id) => post(of_request(id, "pause")),
-	resume: (id) => post(of_request(id, "resume")),
-	cancel: (id) => post(of_request(id, "cancel")),
-	load: (model) => post("/v1/runtime/models/load", { model }),
-	unload: (model) => post("/v1/runtime/models/unload", { model }),
-	pin: (model, isPinned) => post("/v1/runtime/models/pin", { model, pinned: isPinned }),
-	suspend: () => post("/v1/runtime/suspend"),
-	wake: () => post("/v1/runtime/resume"),
-};

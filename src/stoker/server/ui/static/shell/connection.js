@@ -1,16 +1,15 @@
 /**
  * The stream of events: kept open, read piece by piece, begun again where it ends.
  *
- * What waits is bounded: past MAX_WAITING_CHARS nothing is read until it is worked off, and the server drops what a slow
- * reader misses and sends a snapshot. Work is done in slices, so that the page answers keys and clicks meanwhile.
+ * A piece is read when the one before is worked off: what waits, waits in the server, which drops what a slow reader
+ * misses and sends a snapshot. Work is done in slices, so that the page answers keys and clicks meanwhile.
  */
 
 import { ApiError, ask } from "./api.js";
 import { SseParser } from "./sse.js";
 
-export const SLICE_MS = 6;
-export const DOCUMENTS_AT_ONCE = 32;
-export const MAX_WAITING_CHARS = 2 ** 20;
+const SLICE_MS = 6;
+const DOCUMENTS_AT_ONCE = 32;
 const FIRST_PAUSE_MS = 500;
 const LONGEST_PAUSE_MS = 15_000;
 const QUIET_MS = 20_000; // the server says something at least every ten seconds
@@ -25,48 +24,46 @@ const breath = () => {
  * Read events for as long as the page lives.
  *
  * take(documents): some documents in order, at most DOCUMENTS_AT_ONCE.
- * tell({state, error, retryAt}): state is connecting, live, waiting (retryAt: performance.now() then), refused or ended.
+ * tell({state, error, retryAt}): state is connecting, live, waiting (retryAt: performance.now() then) or refused.
  * heard(): bytes came.
  */
 export function connection({ path, take, tell, heard }) {
 	let last = "";
 	let current = null;
 	let wake = () => {};
-	let is_stopped = false;
 
 	async function read(signal) {
 		const headers = { Accept: "text/event-stream", ...(last ? { "Last-Event-ID": last } : {}) };
 		const answer = await ask("GET", path, { headers, signal });
 		tell({ state: "live" });
-		const work = workshop(take, (id) => (last = id));
 		const reader = answer.body.pipeThrough(new TextDecoderStream()).getReader();
 		const parser = new SseParser();
-		let watch = 0;
 		let until = performance.now() + SLICE_MS;
 		try {
 			for (;;) {
-				clearTimeout(watch);
-				watch = setTimeout(() => current?.abort(new Error("silent")), QUIET_MS);
-				const { value, done } = await reader.read();
-				if (done) break;
+				const watch = setTimeout(() => current.abort(new Error("silent")), QUIET_MS);
+				const { value, done } = await reader.read().finally(() => clearTimeout(watch));
+				if (done) return;
 				heard();
-				await work.add(parser.push(value));
-				if (performance.now() > until) {
-					await breath(); // what has come already is read without one
+				const events = parser.push(value).filter((one) => one.data !== "[DONE]");
+				for (let from = 0; from < events.length; from += DOCUMENTS_AT_ONCE) {
+					const some = events.slice(from, from + DOCUMENTS_AT_ONCE);
+					take(documents_of(some));
+					last = some.findLast((one) => one.id)?.id ?? last;
+					if (performance.now() < until) continue;
+					await breath();
 					until = performance.now() + SLICE_MS;
+					if (signal.aborted) return; // what follows is of a former key
 				}
 			}
-			await work.done();
 		} finally {
-			clearTimeout(watch);
-			work.stop();
 			reader.cancel().catch(() => {});
 		}
 	}
 
 	async function run() {
 		let pause = FIRST_PAUSE_MS;
-		while (!is_stopped) {
+		for (;;) {
 			current = new AbortController();
 			const began = performance.now();
 			let error = null;
@@ -76,7 +73,6 @@ export function connection({ path, take, tell, heard }) {
 			} catch (caught) {
 				error = caught;
 			}
-			if (is_stopped) return;
 			if (error instanceof ApiError && [401, 403, 404].includes(error.status)) {
 				tell({ state: "refused", error });
 				await new Promise((resume) => (wake = resume));
@@ -101,58 +97,6 @@ export function connection({ path, take, tell, heard }) {
 		},
 		/** Try now if it waits for its next try. */
 		hurry: () => wake(),
-		stop() {
-			is_stopped = true;
-			current?.abort();
-			wake();
-		},
-	};
-}
-
-/** Works documents off in slices. */
-function workshop(take, passed) {
-	let waiting = [];
-	let chars = 0;
-	let work = null;
-	let is_stopped = false;
-
-	async function drain() {
-		await null; // so that `work` is set before it is done
-		while (waiting.length && !is_stopped) {
-			const batch = waiting;
-			waiting = [];
-			let until = performance.now() + SLICE_MS;
-			for (let from = 0; from < batch.length && !is_stopped; from += DOCUMENTS_AT_ONCE) {
-				const some = batch.slice(from, from + DOCUMENTS_AT_ONCE);
-				take(documents_of(some));
-				for (const one of some) {
-					chars -= one.data.length;
-					if (one.id) passed(one.id);
-				}
-				if (performance.now() >= until) {
-					await breath();
-					until = performance.now() + SLICE_MS;
-				}
-			}
-		}
-		work = null;
-	}
-
-	return {
-		/** Take events in; resolves when there is room for more. */
-		async add(events) {
-			for (const one of events) {
-				if (one.data === "[DONE]") continue;
-				waiting.push(one);
-				chars += one.data.length;
-			}
-			if (waiting.length) work ??= drain();
-			while (chars > MAX_WAITING_CHARS && work) await work;
-		},
-		done: async () => {
-			while (work) await work;
-		},
-		stop: () => (is_stopped = true),
 	};
 }
 

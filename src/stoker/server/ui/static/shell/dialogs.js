@@ -34,7 +34,7 @@ export function KeyDialog({ problem, given, close }) {
 				${" "}It is kept in this tab until you close it, and sent to this server alone.
 			</p>
 			<label for="key">API key</label>
-			<input id="key" type="password" autocomplete="off" spellcheck="false" required autofocus
+			<input id="key" type="password" autocomplete="off" required autofocus
 				value=${text} onInput=${(event) => set_text(event.target.value)} />
 			<div class="row">
 				<button type="submit">Use this key</button>
@@ -45,7 +45,6 @@ export function KeyDialog({ problem, given, close }) {
 	<//>`;
 }
 
-/** What the keyboard does. */
 export function KeysDialog({ tabs, close }) {
 	const rows = [
 		...tabs.map((tab, index) => [String(index + 1), tab.title]),

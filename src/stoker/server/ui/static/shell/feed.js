@@ -18,7 +18,7 @@ export const state = signal(initialState());
 export const now = signal(0);
 /** {state, error, retryAt, heardAt}: as connection.js tells it; heardAt is performance.now() of the last bytes. */
 export const line = signal({ state: "connecting", error: null, retryAt: 0, heardAt: 0 });
-/** Of a recording that is played: {speed}, with Infinity for as fast as it goes; null: it is live. */
+/** Of a recording that is played: {speed}, a number or "max"; null: it is live. */
 export const replay = signal(null);
 
 let fresh = state.value;
@@ -30,14 +30,9 @@ let opened = null;
 
 function take(documents) {
 	fresh = reduceAll(fresh, documents);
-	for (const one of documents) if (one.event === "snapshot") replay.value = replay_of(one);
+	for (const one of documents) if (one.event === "snapshot") replay.value = one.replay ?? null;
 	if (fresh.at > clock.at) clock = { at: fresh.at, came: performance.now() };
 	timer ||= setTimeout(publish, Math.max(0, published_at + PUBLISH_MS - performance.now()));
-}
-
-function replay_of(snapshot) {
-	const speed = snapshot.replay?.speed;
-	return speed === undefined ? null : { speed: speed === "max" ? Infinity : speed };
 }
 
 function publish() {
@@ -57,7 +52,7 @@ function publish() {
 function tick() {
 	if (!clock.at) return;
 	const speed = replay.value?.speed ?? 1;
-	const is_still = line.value.state !== "live" || speed === Infinity;
+	const is_still = line.value.state !== "live" || speed === "max";
 	const passed = is_still ? 0 : ((performance.now() - clock.came) / 1000) * speed;
 	now.value = Math.max(is_still ? clock.at : now.value, clock.at + passed);
 }

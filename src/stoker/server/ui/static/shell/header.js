@@ -5,9 +5,11 @@ import { key } from "./api.js";
 import { line, now, replay, state } from "./feed.js";
 import { address } from "./place.js";
 import { forGood } from "./storage.js";
+import { TABS } from "./tabs.js";
 
 const OLD_AFTER_S = 12; // the server says something every ten seconds
 const THEMES = { system: "System colours", light: "Light", dark: "Dark" };
+const ICON = new URL("../icon.svg", import.meta.url).href;
 const stored = forGood("theme");
 const theme = signal(document.documentElement.dataset.theme ?? "system");
 
@@ -32,7 +34,7 @@ function standing() {
 	if (is === "connecting") return ["warn", `connecting${as_of}`];
 	if (is === "waiting") return ["bad", `lost; again in ${seconds(Math.max(0, retryAt - performance.now()) / 1000)}${as_of}`];
 	if (!state.value.at) return ["warn", "connecting"];
-	if (replay.value) return ["good", replay.value.speed === Infinity ? "recording" : `recording, ${replay.value.speed}×`];
+	if (replay.value) return ["good", replay.value.speed === "max" ? "recording" : `recording, ${replay.value.speed}×`];
 	return old_s > OLD_AFTER_S ? ["warn", `silent${as_of}`] : ["good", "live"];
 }
 
@@ -45,36 +47,34 @@ function Standing() {
 function May() {
 	follow(state, replay);
 	if (!state.value.at || state.value.may.administrate || replay.value) return null;
-	const text = key.get() ? "This key may look, not steer" : "Without an operator's key: look, not steer";
-	return html`<span class="badge" title=${text}>${key.get() ? "key may not administrate" : "may not administrate"}</span>`;
+	return html`<span class="badge">${key.get() ? "key may not administrate" : "may not administrate"}</span>`;
 }
 
 const ICONS = {
-	system: "M8 1.500a6.500 6.500 0 1 0 0 13zM8 1.500a6.500 6.500 0 0 1 0 13",
-	light: "M8 5a3 3 0 1 0 0 6 3 3 0 0 0 0-6zM8 .500v2M8 13.500v2M.500 8h2M13.500 8h2M2.700 2.700l1.400 1.400M11.900 11.900l1.400 1.400M13.300 2.700l-1.400 1.400M4.100 11.900l-1.400 1.400",
-	dark: "M13.500 9.800A6 6 0 0 1 6.200 2.500 6 6 0 1 0 13.500 9.800z",
-	key: "M6.800 9.200a3.600 3.600 0 1 1 1.100 1.100L6.500 11.700H5v1.500H3.500v1.300H1.500v-2zM11 5h.010",
+	system: "M8 1.5a6.5 6.5 0 1 0 0 13zM8 1.5a6.5 6.5 0 0 1 0 13",
+	light: "M8 5a3 3 0 1 0 0 6 3 3 0 0 0 0-6zM8 .5v2M8 13.5v2M.5 8h2M13.5 8h2M2.7 2.7l1.4 1.4M11.9 11.9l1.4 1.4M13.3 2.7l-1.4 1.4M4.1 11.9l-1.4 1.4",
+	dark: "M13.5 9.8A6 6 0 0 1 6.2 2.5 6 6 0 1 0 13.5 9.8z",
+	key: "M6.8 9.2a3.6 3.6 0 1 1 1.1 1.1L6.5 11.7H5v1.5H3.5v1.3H1.5v-2zM11 5h.01",
 };
 
 function Icon({ name }) {
 	return html`<svg class="icon" viewBox="0 0 16 16" aria-hidden="true"><path d=${ICONS[name]} /></svg>`;
 }
 
-export function Header({ tabs, tab, ask_key }) {
+export function Header({ tab, ask_key }) {
 	follow(theme, replay);
 	return html`<header class="head">
-		<a class="brand" href=${address(tabs[0].id)} aria-label="Stoker">
-			<svg viewBox="0 0 16 16" aria-hidden="true"><path d="M8 1c.600 2.800 4 4 4 7.700A4 4 0 0 1 8 13a4 4 0 0 1-4-4.300c0-1.700.900-2.800 1.700-3.700.200 1.100.700 1.700 1.300 2C6.700 4.800 7.100 2.800 8 1z" /></svg>
-			<span>Stoker</span>
+		<a class="brand" href=${address("now")} aria-label="Stoker">
+			<img src=${ICON} alt="" width="22" height="22" /><span>Stoker</span>
 		</a>
 		<nav class="tabs" aria-label="Views">
-			${tabs.map(
+			${TABS.map(
 				(one) => html`<a key=${one.id} href=${address(one.id)} aria-current=${one.id === tab.id ? "page" : null}>${one.title}</a>`,
 			)}
 		</nav>
 		<div class="tools">
 			<${Standing} /><${May} />
-			<button class="plain" onClick=${switch_theme} aria-label=${`Colours: ${THEMES[theme.value]}`} title=${THEMES[theme.value]}>
+			<button class="plain" onClick=${switch_theme} aria-label="Colours: ${THEMES[theme.value]}" title=${THEMES[theme.value]}>
 				<${Icon} name=${theme.value} />
 			</button>
 			${!replay.value &&

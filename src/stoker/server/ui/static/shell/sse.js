@@ -5,7 +5,7 @@
  */
 
 /** Longest event in characters; a stream that sends a longer one is none of ours. */
-export const MAX_EVENT_CHARS = 16 * 2 ** 20;
+const MAX_EVENT_CHARS = 16 * 2 ** 20;
 
 export class SseParser {
 	constructor() {

@@ -2,9 +2,8 @@
 
 const memory = new Map();
 
-function slot(kind, name) {
+const slot = (store) => (name) => {
 	const key = `stoker.${name}`;
-	const store = () => (kind === "session" ? sessionStorage : localStorage);
 	return {
 		get() {
 			try {
@@ -13,22 +12,20 @@ function slot(kind, name) {
 				return memory.get(key) ?? null;
 			}
 		},
-		/** Whether it is kept. */
+		/** Keep a text; null: none. */
 		set(text) {
 			try {
 				if (text == null) store().removeItem(key);
 				else store().setItem(key, text);
-				return true;
 			} catch {
 				memory.set(key, text);
-				return false;
 			}
 		},
 	};
-}
+};
 
 /** Until the tab is closed: the key, the conversation. */
-export const forTab = (name) => slot("session", name);
+export const forTab = slot(() => sessionStorage);
 
 /** For good: the theme. */
-export const forGood = (name) => slot("local", name);
+export const forGood = slot(() => localStorage);

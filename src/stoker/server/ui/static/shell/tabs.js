@@ -1,11 +1,18 @@
-/** The tabs: each loads its view when it is first shown. */
+/** The tabs, and the view of each. */
+
+import { View as Chat } from "../chat/chat.js";
+import { View as Cache } from "../views/cache.js";
+import { View as History } from "../views/history.js";
+import { View as Machine } from "../views/machine.js";
+import { View as Memory } from "../views/memory.js";
+import { View as Now } from "../views/now.js";
 
 export const TABS = [
-	{ id: "now", title: "Now", load: () => import("../views/now.js") },
-	{ id: "history", title: "History", load: () => import("../views/history.js") },
-	{ id: "memory", title: "Memory", load: () => import("../views/memory.js") },
-	{ id: "cache", title: "Cache", load: () => import("../views/cache.js") },
-	{ id: "machine", title: "Machine", load: () => import("../views/machine.js") },
+	{ id: "now", title: "Now", View: Now },
+	{ id: "history", title: "History", View: History },
+	{ id: "memory", title: "Memory", View: Memory },
+	{ id: "cache", title: "Cache", View: Cache },
+	{ id: "machine", title: "Machine", View: Machine },
 	// It follows what it needs of the state by itself: an answer that is read is not drawn again with each event.
-	{ id: "chat", title: "Chat", load: () => import("../chat/chat.js"), is_own: true },
+	{ id: "chat", title: "Chat", View: Chat, is_own: true },
 ];

@@ -147,23 +147,20 @@ function joined(bars, min_s) {
 	return found;
 }
 
-/** Where one request gave its slot to another, and where it went on. */
+/** Where one request gave its slot to another. */
 function handoversOf(rows, byId, window) {
 	const found = [];
 	for (const row of rows) {
 		for (const choice of choicesOf(row)) {
-			choice.segments.forEach((segment, number) => {
+			choice.segments.forEach((segment) => {
 				const run = choice.runs.find((each) => each.to === segment.from);
 				if (segment.kind !== "parked" || !segment.by || !run || segment.from < window.from) return;
-				const giver = { id: row.request_id, index: choice.index, slot: run.slot };
 				const taker = takerOf(byId.get(segment.by), segment.from);
-				const back = choice.runs.find((each) => each.from >= segment.from && each !== run) ?? null;
 				found.push({
 					at: segment.from,
 					model: row.model,
-					giver,
+					giver: { id: row.request_id, slot: run.slot },
 					taker: { id: segment.by, slot: taker?.slot ?? run.slot, from: taker?.from ?? segment.from },
-					back: back && back.from <= window.to ? { at: back.from, slot: back.slot } : null,
 				});
 			});
 		}
@@ -184,7 +181,7 @@ function outagesOf(state, window) {
 	const found = [];
 	const moves = state.engine_moves;
 	moves.forEach((move, number) => {
-		if (["serving", "unknown", "closing"].includes(move.state)) return;
+		if (["serving", "unknown"].includes(move.state)) return;
 		const from = Math.max(move.at, window.from);
 		const to = Math.min(moves[number + 1]?.at ?? window.to, window.to);
 		const last = found.at(-1);

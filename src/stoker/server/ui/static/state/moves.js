@@ -3,11 +3,6 @@
 const IN_SLOT = new Set(["prefill", "decode", "replayed"]);
 const cache = new WeakMap(); // rows never change, so what follows from one neither
 
-/** Whether a segment of this kind holds a slot. */
-export function isInSlot(kind) {
-	return IN_SLOT.has(kind);
-}
-
 /**
  * The choices of a request: [{index, segments, runs, waits}]. A segment is {kind, from, to, slot, reason, by}, a run or
  * wait {from, to, slot, segments}; `to` is null while it lasts. A wait has the slot of the run after it, else before
@@ -29,7 +24,7 @@ function choiceOf(row, index) {
 	const segments = segmentsOf(row, index);
 	const parts = [];
 	for (const each of segments) {
-		const is_run = isInSlot(each.kind);
+		const is_run = IN_SLOT.has(each.kind);
 		const last = parts.at(-1);
 		if (last && last.is_run === is_run && (!is_run || last.slot === each.slot)) {
 			last.segments.push(each);

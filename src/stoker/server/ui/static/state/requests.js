@@ -11,11 +11,12 @@ const FIGURES = [
 	"num_members", "num_done", "fraction",
 ];
 const ENDS = new Set(["finished", "failed"]);
-const WAITS = new Set(["queued", "prefix_wait", "held", "preparing", "parked", "paused"]);
+/** States in which a request does not compute. */
+export const WAITS = new Set(["queued", "prefix_wait", "held", "preparing", "parked", "paused", "loading", "downloading"]);
 const FURTHEST = ["decode", "prefill", "parked", "prefix_wait", "queued", "preparing", "held", "paused"];
 
 /** The row of a snapshot, or of the fields of an event, with what the page adds. */
-export function rowOf(fields, before) {
+function rowOf(fields, before) {
 	const row = { ...before };
 	for (const name of FIGURES) if (fields[name] !== undefined) row[name] = fields[name];
 	for (const name of TEXTS) if (fields[name] !== undefined) row[name] = interned(fields[name]);
@@ -45,11 +46,10 @@ export function endedAt(row) {
 }
 
 /** Identity of a request over restarts of the server, which may give an id twice. */
-export function identityOf(row) {
+function identityOf(row) {
 	return `${row.request_id}@${row.arrived_at}`;
 }
 
-/** Apply a `request` document. */
 export function requestMoved(draft, doc) {
 	const id = doc.request_id;
 	if (!id) return;

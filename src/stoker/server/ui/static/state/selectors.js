@@ -1,25 +1,23 @@
-/** What views ask of the state: the line, the tree of stored prefixes, requests by id, who uses what. */
+/** What views ask of the state. */
 
-const WAITING = new Set(["queued", "prefix_wait", "held", "preparing", "parked", "paused"]);
-const RANK = { queued: 0, prefix_wait: 0, preparing: 1, held: 1, parked: 0, paused: 2 };
+import { WAITS } from "./requests.js";
+
+const MAX_DEPTH = 64;
+const RANK = { queued: 0, prefix_wait: 0, preparing: 1, held: 1, parked: 0, paused: 2, loading: 3, downloading: 3 };
 
 /** Live requests that do not compute, the next one first, those that stand still last. */
 export function lineOf(state) {
-	const waiting = [...state.live.values()].filter((row) => WAITING.has(row.state) && !row.group);
+	const waiting = [...state.live.values()].filter((row) => WAITS.has(row.state) && !row.group);
 	const place = (row) => row.position ?? Infinity;
 	return waiting.sort(
 		(one, other) =>
-			RANK[one.state] - RANK[other.state] || compared(place(one), place(other)) || one.arrived_at - other.arrived_at,
+			RANK[one.state] - RANK[other.state] || place(one) - place(other) || one.arrived_at - other.arrived_at,
 	);
-}
-
-function compared(one, other) {
-	return one === other ? 0 : one < other ? -1 : 1;
 }
 
 /** Live requests that hold a slot, by arrival. */
 export function runningOf(state) {
-	return [...state.live.values()].filter((row) => !WAITING.has(row.state) && row.state !== "ended");
+	return [...state.live.values()].filter((row) => !WAITS.has(row.state) && row.state !== "ended");
 }
 
 /** A request by its id: live, else the last that ended with it; null: not known. */
@@ -45,9 +43,7 @@ export function cacheTree(cache) {
 	}
 	for (const each of children.values()) each.sort((one, other) => weight(other, children) - weight(one, children));
 	const laid = [];
-	const seen = new Set();
-	layOut(children, null, 0, laid, seen);
-	for (const each of prefixes) if (!seen.has(each.id)) laid.push({ prefix: each, depth: 0, num_children: 0 });
+	layOut(children, null, 0, laid);
 	return laid;
 }
 
@@ -55,15 +51,11 @@ function weight(prefix, children) {
 	return Math.max(prefix.num_tokens, ...(children.get(prefix.id) ?? []).map((each) => each.num_tokens));
 }
 
-function layOut(children, parent, depth, laid, seen) {
-	const list = children.get(parent) ?? [];
-	list.forEach((prefix) => {
-		if (seen.has(prefix.id)) return;
-		seen.add(prefix.id);
-		const num_children = children.get(prefix.id)?.length ?? 0;
-		laid.push({ prefix, depth, num_children });
-		layOut(children, prefix.id, depth + 1, laid, seen);
-	});
+function layOut(children, parent, depth, laid) {
+	for (const prefix of children.get(parent) ?? []) {
+		laid.push({ prefix, depth, num_children: children.get(prefix.id)?.length ?? 0 });
+		if (depth < MAX_DEPTH) layOut(children, prefix.id, depth + 1, laid);
+	}
 }
 
 const LINES = ["weights", "kv", "compute", "cache", "parked"];

@@ -7,9 +7,8 @@ import { Draft } from "./draft.js";
 import { MAX_ENGINE_MOVES, MAX_LANES, MAX_MODELS, MAX_NOTICES } from "./limits.js";
 import { requestMoved, requestsReplaced } from "./requests.js";
 import { tookFigures } from "./series.js";
-import { spaced } from "./words.js";
+import { levelOf, spaced, whyOf } from "./words.js";
 
-/** The state before the first document. */
 export function initialState() {
 	return {
 		at: 0, // of the newest document, seconds since the epoch
@@ -36,12 +35,6 @@ export function initialState() {
 	};
 }
 
-/** The state after one more document. */
-export function reduce(state, doc) {
-	return reduceAll(state, [doc]);
-}
-
-/** The state after these documents; the same as one by one, with less copying. */
 export function reduceAll(state, documents) {
 	const draft = new Draft(state);
 	for (const doc of documents) {
@@ -75,16 +68,16 @@ function tookSnapshot(draft, doc) {
 		notice(draft, doc.at, "page", "warn", `${doc.dropped} events came faster than this page read them`);
 	}
 	draft.own("slots", new Map());
-	for (const slot of doc.slots ?? []) seeLane(draft, slot.model, slot.slot ?? slot.id);
-	draft.own("models", new Map((doc.models ?? []).slice(0, MAX_MODELS).map((each) => [idOf(each), { ...each, at: doc.at }])));
+	for (const slot of doc.slots ?? []) seeLane(draft, slot.model, slot.slot);
+	draft.own("models", new Map((doc.models ?? []).slice(0, MAX_MODELS).map((each) => [each.model, { ...each, at: doc.at }])));
 	draft.own("steps", new Map());
 	requestsReplaced(draft, doc);
 	draft.own("exits", (doc.exits ?? []).slice(-16));
 	if (doc.engine) engineIs(draft, doc.at - (doc.engine.for_s ?? 0), doc.engine);
-	if (doc.heat) tookHeat(draft, { at: doc.at, ...(typeof doc.heat === "string" ? { level: doc.heat } : doc.heat) });
+	if (doc.heat) tookHeat(draft, { at: doc.at, ...doc.heat });
 	if (doc.memory) tookMemory(draft, { at: doc.at, ...doc.memory });
 	if (doc.cache) tookCache(draft, { at: doc.at, ...doc.cache });
-	for (const each of doc.steps ?? []) draft.map("steps").set(each.model, { ...each, at: each.at ?? doc.at });
+	for (const each of doc.steps ?? []) draft.map("steps").set(each.model, { at: doc.at, ...each });
 }
 
 function tookRequest(draft, doc) {
@@ -134,7 +127,7 @@ function tookCache(draft, doc) {
 	tookFigures(draft, doc.at, { sums, gauges });
 }
 
-const TOLD_OF_MODELS = { ready: "good", failed: "bad", absent: "", suspended: "" };
+const TOLD_OF_MODELS = new Set(["ready", "failed", "absent", "suspended"]);
 
 function tookModel(draft, doc) {
 	const { event, at, id, what, ...fields } = doc;
@@ -142,28 +135,24 @@ function tookModel(draft, doc) {
 	const before = draft.state.models.get(name);
 	const models = draft.map("models");
 	const cleared = { stage: "", reason: "", error: null, fraction: 0 };
-	models.set(name, { ...before, ...cleared, ...fields, at, id: name });
+	models.set(name, { ...before, ...cleared, ...fields, at });
 	if (models.size > MAX_MODELS) models.delete(models.keys().next().value);
 	for (let slot = 0; doc.state === "ready" && slot < (doc.num_slots ?? 0); slot += 1) seeLane(draft, name, slot);
-	if (before?.state !== doc.state && doc.state in TOLD_OF_MODELS) {
+	if (before?.state !== doc.state && TOLD_OF_MODELS.has(doc.state)) {
 		const why = doc.error?.message ?? doc.reason;
-		notice(draft, at, "model", TOLD_OF_MODELS[doc.state], `${name}: ${doc.state}${why ? `, ${why}` : ""}`);
+		notice(draft, at, "model", levelOf(doc.state), `${name}: ${doc.state}${why ? `, ${why}` : ""}`);
 	}
-}
-
-function idOf(model) {
-	return model.model ?? model.id;
 }
 
 function tookEngine(draft, doc) {
 	const before = draft.state.engine;
-	const is_exit = doc.state === "restarting" && before.state !== "restarting";
+	const is_exit = doc.state === "restarting" && !["restarting", "suspended"].includes(before.state); // else it wakes up
 	if (is_exit) engineEnded(draft, doc);
 	engineIs(draft, doc.at, { ...before, restarts: (before.restarts ?? 0) + (is_exit ? 1 : 0), ...doc });
-	const is_bad = ["restarting", "failing", "failed"].includes(doc.state);
 	if (before.state !== doc.state) {
-		const text = `engine ${doc.state}${doc.reason ? `: ${doc.reason}` : ""}`;
-		notice(draft, doc.at, "engine", is_bad ? "bad" : doc.state === "serving" ? "good" : "", text);
+		const why = whyOf(doc);
+		const text = `engine ${doc.state}${why && `: ${why}`}`;
+		notice(draft, doc.at, "engine", levelOf(doc.state), text);
 	}
 }
 
@@ -184,8 +173,7 @@ function engineIs(draft, since, { event, at, id, for_s, ...fields }) {
 function tookPressure(draft, doc) {
 	const memory = draft.state.memory ?? NOTHING;
 	if (memory.pressure !== doc.level) {
-		const level = { critical: "bad", warning: "warn" }[doc.level] ?? "good";
-		notice(draft, doc.at, "pressure", level, `memory pressure ${doc.level}${doc.source ? ` (${doc.source})` : ""}`);
+		notice(draft, doc.at, "pressure", levelOf(doc.level), `memory pressure ${doc.level}${doc.source ? ` (${doc.source})` : ""}`);
 	}
 	const moved = { pressure: doc.level, pressure_fraction: doc.fraction, pressure_source: doc.source };
 	draft.state.memory = { ...memory, ...moved };
@@ -203,8 +191,7 @@ function tookRung(draft, doc) {
 function tookHeat(draft, doc) {
 	const { event, at, id, ...heat } = doc;
 	if (draft.state.heat.level !== heat.level) {
-		const level = { critical: "bad", serious: "warn" }[heat.level] ?? "";
-		notice(draft, at, "heat", level, `heat ${heat.level}${heat.sensor ? ` (${heat.sensor})` : ""}`);
+		notice(draft, at, "heat", levelOf(heat.level), `heat ${heat.level}${heat.sensor ? ` (${heat.sensor})` : ""}`);
 	}
 	draft.state.heat = heat;
 	if (heat.celsius != null) tookFigures(draft, at, { gauges: { celsius: heat.celsius } });

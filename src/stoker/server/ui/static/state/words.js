@@ -18,6 +18,11 @@ const ENDS = {
 	cancelled: "cancelled",
 	tool_calls: "it calls a tool",
 };
+const LEVELS = {
+	good: ["normal", "nominal", "serving", "ready"],
+	warn: ["warning", "serious", "starting", "suspended", "loading", "downloading", "unloading"],
+	bad: ["critical", "restarting", "failed"],
+};
 const UNITS = ["B", "KiB", "MiB", "GiB", "TiB"];
 const NONE = "–";
 
@@ -26,15 +31,25 @@ export function stateWords(kind) {
 	return SEGMENTS[kind] ?? kind ?? NONE;
 }
 
-/** How a request ended. */
+/** How bad a state of the machine, an engine or a model is: good, warn, bad or nothing. */
+export function levelOf(state) {
+	return Object.keys(LEVELS).find((level) => LEVELS[level].includes(state)) ?? "";
+}
+
 export function endWords(row) {
 	if (row.error) return row.error.message || row.error.code;
+	if (row.kind === "load" && row.finish_reason === "stop") return "loaded";
 	return ENDS[row.finish_reason] ?? row.finish_reason ?? NONE;
+}
+
+/** Why an engine is where it is, unless that says no more than its state, or which process it is. */
+export function whyOf({ state, reason }) {
+	return !reason || state.startsWith(reason) || reason.startsWith("pid ") ? "" : reason;
 }
 
 /** Seconds: "840 ms", "4.2 s", "3 min 20 s", "2 h 05 min". */
 export function duration(seconds) {
-	if (seconds == null || !Number.isFinite(seconds)) return NONE;
+	if (!Number.isFinite(seconds)) return NONE;
 	const s = Math.max(0, seconds);
 	if (s < 0.00005) return "0 s";
 	if (s < 0.0995) return `${(s * 1000).toFixed(s < 0.00995 ? 1 : 0)} ms`;
@@ -50,14 +65,14 @@ export function duration(seconds) {
 }
 
 export function milliseconds(ms) {
-	if (ms == null || !Number.isFinite(ms)) return NONE;
+	if (!Number.isFinite(ms)) return NONE;
 	if (ms === 0) return "0 ms";
 	return ms >= 1000 ? duration(ms / 1000) : `${ms.toFixed(ms < 10 ? 1 : 0)} ms`;
 }
 
 /** Bytes: "1.4 GiB". */
 export function bytes(size) {
-	if (size == null || !Number.isFinite(size)) return NONE;
+	if (!Number.isFinite(size)) return NONE;
 	let unit = 0;
 	let value = Math.max(0, size);
 	while (value >= 1023.5 && unit < UNITS.length - 1) {
@@ -69,33 +84,30 @@ export function bytes(size) {
 
 /** A whole number with thin spaces between thousands. */
 export function count(number) {
-	if (number == null || !Number.isFinite(number)) return NONE;
+	if (!Number.isFinite(number)) return NONE;
 	return String(Math.round(number)).replace(/\B(?=(\d{3})+$)/g, "\u202f");
 }
 
-/** A number and its noun. */
 export function plural(number, noun) {
 	return `${count(number)} ${noun}${number === 1 ? "" : /[sx]$/.test(noun) ? "es" : "s"}`;
 }
 
-/** Tokens a second. */
 export function rate(perSecond) {
-	if (perSecond == null || !Number.isFinite(perSecond)) return NONE;
+	if (!Number.isFinite(perSecond)) return NONE;
 	if (perSecond === 0) return "0";
 	return perSecond < 9.95 ? perSecond.toFixed(1) : count(perSecond);
 }
 
 export function percent(fraction) {
-	if (fraction == null || !Number.isFinite(fraction)) return NONE;
+	if (!Number.isFinite(fraction)) return NONE;
 	return `${Math.round(fraction * 100)} %`;
 }
 
-/** A time of day where the reader is, to the second. */
 export function clockTime(at) {
 	return new Date(at * 1000).toLocaleTimeString([], { hour: "2-digit", minute: "2-digit", second: "2-digit", hour12: false });
 }
 
-/** Names of rungs, ledger lines and the like, without underscores. */
+/** Names without underscores. */
 export function spaced(name) {
 	return String(name ?? "").replaceAll("_", " ");
 }

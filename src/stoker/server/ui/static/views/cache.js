@@ -34,7 +34,7 @@ export function View({ state, now, may, open }) {
 				<${Chart} ...${chart} title="Held" lines=${HELD} words=${bytes} base=${1024} />
 			</div>
 		<//>
-		<${Section} title="Stored prefixes" aside=${html`<span class="muted">${count(cache.entries ?? stored.length)}, the ${count(stored.length)} longest shown</span>`}>
+		<${Section} title="Stored prefixes" aside=${html`<span class="muted">${count(cache.entries ?? stored.length)}${stored.length > 0 && `, the ${count(stored.length)} longest shown`}</span>`}>
 			${tree.length
 				? html`<${Tree} tree=${tree} most=${most} open=${open} />`
 				: html`<p class="empty">${may.administrate ? "Nothing is stored yet." : "Which prefixes are stored is told to operators."}</p>`}
@@ -47,7 +47,7 @@ function figures(cache) {
 	const total = cache.queries_total ? cache.hits_total / cache.queries_total : null;
 	const tier = (name, { bytes: held, limit, entries }) =>
 		limit
-			? [name, html`${bytes(held)} <${Meter} fraction=${held / limit} label=${`${name}: part of its limit`} />`, `of ${bytes(limit)}, ${plural(entries ?? 0, "prefix")}`]
+			? [name, html`${bytes(held)} <${Meter} fraction=${held / limit} label="${name}: part of its limit" />`, `of ${bytes(limit)}, ${plural(entries ?? 0, "prefix")}`]
 			: [name, "off"];
 	return [
 		["Last minute", percent(cache.hit_rate), "of prompt tokens not computed"],

@@ -44,9 +44,9 @@ export function Chart({ title, state, now, span, lines, words, marks = [], top =
 		<div class="plot" ref=${box} aria-hidden="true">
 			<svg width=${width} height=${HEIGHT_PX} onPointerMove=${point} onPointerLeave=${() => setUnder(null)}>
 				<${Axes} scale=${scale} span=${span} second=${second} words=${words} />
-				${marks.map((mark) => html`<g style=${{ color: `var(${mark.colour})` }}><path class="level-line" d=${`M${BOX.left} ${scale.y(mark.at)} H${scale.right}`} /><text x=${BOX.left + 4} y=${scale.y(mark.at) - 3}>${mark.label}</text></g>`)}
+				${marks.map((mark) => html`<g style=${{ color: `var(${mark.colour})` }}><path class="level-line" d="M${BOX.left} ${scale.y(mark.at)} H${scale.right}" /><text x=${BOX.left + 4} y=${scale.y(mark.at) - 3}>${mark.label}</text></g>`)}
 				${lines.map((line) => html`<${Curve} key=${line.label} line=${line} times=${times} figures=${values[line.label]} scale=${scale} />`)}
-				${under !== null && times[at] && html`<path class="cursor" d=${`M${scale.x(times[at])} ${BOX.top} V${scale.bottom}`} />`}
+				${under !== null && times[at] && html`<path class="cursor" d="M${scale.x(times[at])} ${BOX.top} V${scale.bottom}" />`}
 			</svg>
 		</div>
 	</figure>`;
@@ -56,14 +56,14 @@ function summary(title, lines, values, words) {
 	const told = lines.map(({ label }) => {
 		const figures = values[label].filter((each) => each !== null);
 		if (!figures.length) return `${label}: none`;
-		return `${label}: now ${words(figures.at(-1))}, highest ${words(figures.reduce((one, other) => Math.max(one, other)))}`;
+		return `${label}: now ${words(figures.at(-1))}, highest ${words(Math.max(...figures))}`;
 	});
 	return `${title}. ${told.join("; ")}`;
 }
 
 function scaleOf({ values, marks, top, base, width, second, span }) {
 	const figures = Object.values(values).flat();
-	const high = figures.reduce((most, each) => Math.max(most, each ?? 0), 0);
+	const high = Math.max(0, ...figures);
 	const most = Math.max(top, high * 1.06, ...marks.map((mark) => mark.at * 1.04)) || 1;
 	const bottom = HEIGHT_PX - BOX.bottom;
 	const right = width - BOX.right;
@@ -90,7 +90,7 @@ function Axes({ scale, span, second, words }) {
 	const times = [];
 	for (let at = Math.ceil((second - SPAN_S[span]) / TICK_S[span]) * TICK_S[span]; at <= second; at += TICK_S[span]) times.push(at);
 	return html`<g class="axes">
-		${levels.map((figure) => html`<path d=${`M${BOX.left} ${scale.y(figure)} H${scale.right}`} /><text class="right" x=${BOX.left - 6} y=${scale.y(figure) + 4}>${words(figure)}</text>`)}
+		${levels.map((figure) => html`<path d="M${BOX.left} ${scale.y(figure)} H${scale.right}" /><text class="right" x=${BOX.left - 6} y=${scale.y(figure) + 4}>${words(figure)}</text>`)}
 		${times.map((at) => scale.x(at) < scale.right - 14 && scale.x(at) > BOX.left + 14 && html`<text class="middle" x=${scale.x(at)} y=${HEIGHT_PX - 4}>${clockTime(at).slice(0, 5)}</text>`)}
 	</g>`;
 }
@@ -114,15 +114,10 @@ function Curve({ line, times, figures, scale }) {
 	});
 	area += closed();
 	return html`<g style=${{ color: `var(${line.colour})` }}>
-		${line.fill && html`<path class="area" d=${area} />`}<path class=${`curve ${line.dash ?? ""}`} d=${path} />
+		${line.fill && html`<path class="area" d=${area} />`}<path class="curve ${line.dash ?? ""}" d=${path} />
 	</g>`;
 }
 
 function nearest(times, at) {
-	if (!times.length) return null;
-	let best = 0;
-	times.forEach((each, number) => {
-		if (Math.abs(each - at) < Math.abs(times[best] - at)) best = number;
-	});
-	return best;
+	return times.reduce((best, each, number) => (Math.abs(each - at) < Math.abs(times[best] - at) ? number : best), 0);
 }

@@ -20,7 +20,7 @@ const ENDS = [
 const COLUMNS = [
 	["Ended", "", (row) => clockTime(row.ended_at)],
 	["Request", "id", (row) => briefly(row.request_id)],
-	["Class", "", (row) => html`<${ClassBadge} priority=${row.priority} />`],
+	["Class", "", (row) => row.kind !== "load" && html`<${ClassBadge} priority=${row.priority} />`],
 	["Kind", "wide", (row) => row.kind],
 	["Model", "wide", (row) => row.model],
 	["Queue", "n wide", (row) => duration(row.queue_s)],
@@ -47,7 +47,7 @@ export function View({ state, open }) {
 			<select id="history-end" value=${end} onChange=${(event) => setEnd(event.currentTarget.value)}>${ENDS.map(([value, label]) => html`<option value=${value}>${label}</option>`)}</select>
 			<span class="muted" role="status">${plural(rows.length, "request")}${dropped > 0 ? `, ${count(dropped)} older ones dropped` : ""}</span>
 		</div>
-		${rows.length ? html`<${Rows} rows=${rows} open=${open} />` : html`<p class="empty">${state.ended.length ? "None of those that ended is like that." : "No request has ended yet."}</p>`}
+		${rows.length ? html`<${Rows} rows=${rows} open=${open} />` : html`<p class="empty">${state.ended.length ? "None is like that." : "No request has ended yet."}</p>`}
 	</div>`;
 }
 
@@ -99,7 +99,7 @@ function Rows({ rows, open }) {
 		<div class="rows" role="rowgroup" ref=${box} tabindex="0" aria-label="Arrow keys choose a row, Enter opens it" onScroll=${(event) => setTop(event.currentTarget.scrollTop)} onKeyDown=${step}>
 			<div class="rows-all" style=${{ height: `${rows.length * ROW_PX}px` }}>
 				${shown.map(
-					(row, number) => html`<div key=${`${row.request_id}${row.arrived_at}`} class=${`entry ${row === rows[at] ? "current" : ""}`} role="row" aria-rowindex=${first + number + 2} style=${{ top: `${(first + number) * ROW_PX}px` }} onClick=${() => (setCurrent(row), open(row.request_id))}>
+					(row, number) => html`<div key="${row.request_id}${row.arrived_at}" class="entry ${row === rows[at] ? "current" : ""}" role="row" aria-rowindex=${first + number + 2} style=${{ top: `${(first + number) * ROW_PX}px` }} onClick=${() => (setCurrent(row), open(row.request_id))}>
 						${COLUMNS.map(([, name, cell]) => html`<span role="cell" class=${name}>${cell(row)}</span>`)}
 					</div>`,
 				)}

@@ -30,16 +30,15 @@ export function layOut(found, width) {
 function placeLane(lane, model, y, x, laid, places) {
 	const top = y + ROOM_ABOVE_PX;
 	places.lanes.set(`${model}/${lane.slot}`, top);
-	laid.lanes.push({ key: lane.key, label: `slot ${lane.slot}`, y: top, height: BAR_PX, is_line: false, bars: lane.bars, model });
-	for (const bar of lane.bars) laid.bars.push({ bar, model, lane: lane.key, y: top, height: BAR_PX, ...extent(bar, x) });
+	laid.lanes.push({ slot: lane.slot, y: top, height: BAR_PX, num_hidden: lane.num_hidden });
+	for (const bar of lane.bars) laid.bars.push({ bar, lane: lane.key, y: top, height: BAR_PX, ...extent(bar, x) });
 	const below = placeRows(lane.sidings, top + BAR_PX + 3, x, laid, places);
-	if (lane.num_hidden) laid.lanes.at(-1).num_hidden = lane.num_hidden;
 	return below + LANE_GAP_PX;
 }
 
 function placeLine(model, y, x, laid, places) {
 	const { rows, num_hidden } = model.line;
-	laid.lanes.push({ key: `${model.model}/line`, label: "line", y: y + 2, height: SIDING_PX, is_line: true, num_hidden, bars: [], model: model.model });
+	laid.lanes.push({ y: y + 2, height: SIDING_PX, is_line: true, num_hidden });
 	return placeRows(rows, y + 2, x, laid, places);
 }
 
@@ -78,7 +77,6 @@ function linksOf(laid, places) {
 	return links;
 }
 
-/** The edge of a bar that is nearer to a siding. */
 function edge(siding_y, y, height) {
 	return siding_y > y ? y + height : y;
 }
@@ -89,7 +87,7 @@ function handoverLinks(found, places, x) {
 		const from = places.lanes.get(`${each.model}/${each.giver.slot}`);
 		const to = places.lanes.get(`${each.model}/${each.taker.slot}`);
 		if (from === undefined || to === undefined) continue;
-		links.push({ kind: "handover", x: x(each.at), to_x: x(each.taker.from), from, to, each });
+		links.push({ kind: "handover", x: x(each.at), to_x: x(each.taker.from), from, to });
 	}
 	return links;
 }

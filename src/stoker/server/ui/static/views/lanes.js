@@ -3,14 +3,15 @@
  * stands who waits for the slot or has given it away.
  */
 
-import { Fragment, html, useMemo, useRef, useState } from "../dom.js";
+import { html, useEffect, useMemo, useRef, useState } from "../dom.js";
 import { lanesOf } from "../state/lanes.js";
 import { briefly, clockTime, duration, plural, stateWords } from "../state/words.js";
 import { layOut } from "./lane_layout.js";
-import { ClassBadge, RequestLink, StateMark, Table, useWidth } from "./parts.js";
+import { ClassBadge, classOf, inside, RequestLink, StateMark, Table, useWidth } from "./parts.js";
 
 const MIN_BAR_PX = 3;
 const LABEL_FROM_PX = 44;
+const PARTS_AT_ONCE = 60;
 const KINDS = ["queued", "prefix_wait", "prefill", "decode", "replayed", "parked", "paused", "held"];
 const KEYS = { ArrowLeft: [-1, 0], ArrowRight: [1, 0], ArrowUp: [0, -1], ArrowDown: [0, 1], Home: [-1e6, 0], End: [1e6, 0] };
 
@@ -20,6 +21,8 @@ export function Lanes({ state, now, open, span_s, as_table }) {
 	const tick = Math.floor(now * 4); // four pictures a second, however often the state changes
 	const found = useMemo(() => lanesOf(state, now, { span_s, min_s: (span_s / width) * MIN_BAR_PX }), [tick, width, span_s, state.num_documents === 0]);
 	const laid = useMemo(() => layOut(found, width), [found]);
+	const num = useSlices(laid.waits.length + laid.bars.length);
+	const num_waits = Math.max(0, num - laid.bars.length);
 	const area = useRef(null);
 	const current = laid.bars.some((place) => keyOf(place.bar) === focused) ? focused : laid.bars.length ? keyOf(laid.bars.at(-1).bar) : null;
 	const move = (event) => {
@@ -36,13 +39,24 @@ export function Lanes({ state, now, open, span_s, as_table }) {
 			${!as_table &&
 			html`<div class="canvas" ref=${area} role="group" aria-label="Slots over the last minutes; arrow keys move between bars" style=${{ height: `${laid.height}px` }} onKeyDown=${move}>
 				<${Backdrop} laid=${laid} width=${width} />
-				${laid.waits.map((place) => html`<${Wait} key=${`${keyOf(place.wait)}w`} place=${place} open=${open} />`)}
-				<${Links} laid=${laid} width=${width} />
-				${laid.bars.map((place) => html`<${Bar} key=${keyOf(place.bar)} place=${place} open=${open} is_current=${keyOf(place.bar) === current} />`)}
+				${laid.waits.slice(0, num_waits).map((place) => html`<${Wait} key="${keyOf(place.wait)}w" place=${place} open=${open} />`)}
+				${num_waits >= laid.waits.length && html`<${Links} laid=${laid} width=${width} />`}
+				${laid.bars.slice(0, num).map((place) => html`<${Bar} key=${keyOf(place.bar)} place=${place} open=${open} is_current=${keyOf(place.bar) === current} />`)}
 			</div>`}
 			${as_table && html`<${LaneTable} found=${found} open=${open} />`}
 		</div>
 	</div>`;
+}
+
+/** How many of so many parts are drawn by now: some more with each frame, as all of them at once take too long. */
+function useSlices(total) {
+	const [num, setNum] = useState(PARTS_AT_ONCE);
+	useEffect(() => {
+		if (num >= total) return undefined;
+		const frame = requestAnimationFrame(() => setNum(num + PARTS_AT_ONCE));
+		return () => cancelAnimationFrame(frame);
+	}, [num, total]);
+	return num;
 }
 
 function keyOf(part) {
@@ -66,14 +80,13 @@ function neighbour(bars, current, [across, down]) {
 }
 
 function names(laid) {
-	return html`<${Fragment}>
+	return html`
 		${laid.heads.map((head) => html`<b class="model-name" style=${{ top: `${head.y}px` }}>${head.model}</b>`)}
 		${laid.lanes.map(
-			(lane) => html`<span class=${`lane-name ${lane.is_line ? "line" : ""}`} style=${{ top: `${lane.y}px`, height: `${lane.height}px` }}>
-				${lane.is_line ? "line" : html`<span class="word">slot </span>${lane.label.slice(5)}`}
+			(lane) => html`<span class="lane-name ${lane.is_line ? "line" : ""}" style=${{ top: `${lane.y}px`, height: `${lane.height}px` }}>
+				${lane.is_line ? "line" : html`<span class="word">slot </span>${lane.slot}`}
 			</span>`,
-		)}
-	<//>`;
+		)}`;
 }
 
 function Backdrop({ laid, width }) {
@@ -90,25 +103,21 @@ function ago(seconds) {
 }
 
 function Bar({ place, open, is_current }) {
-	const { bar, x, y, width, height } = place;
-	const style = { left: `${x}px`, top: `${y}px`, width: `${width}px`, height: `${height}px` };
+	const { bar, width } = place;
+	const style = at(place);
 	const tab = is_current ? 0 : -1;
 	if (bar.num > 1) {
 		const text = `${plural(bar.num, "request")}, ${duration(bar.to - bar.from)} together`;
-		return html`<button type="button" class="bar cluster" tabindex=${tab} style=${style} title=${text} aria-label=${text} onClick=${() => open(bar.id)}></button>`;
+		return html`<button class="bar cluster" tabindex=${tab} style=${style} title=${text} aria-label=${text} onClick=${() => open(bar.id)}></button>`;
 	}
 	const text = barWords(place);
-	const name = `bar ${bar.row.priority === "background" ? "background" : "interactive"} ${bar.is_open ? "open" : ""}`;
-	return html`<button type="button" class=${name} tabindex=${tab} style=${style} title=${text} aria-label=${text} onClick=${() => open(bar.id)}>
-		${bar.segments.map((each) => html`<i class=${`segment ${each.kind}`} style=${inside(each, bar)}></i>`)}
+	return html`<button class="bar ${classOf(bar.row)} ${bar.is_open ? "open" : ""}" tabindex=${tab} style=${style} title=${text} aria-label=${text} onClick=${() => open(bar.id)}>
+		${bar.segments.map((each) => html`<i class="segment ${each.kind}" style=${inside(each, bar)}></i>`)}
 		${width >= LABEL_FROM_PX && html`<span class="name">${briefly(bar.id)}${bar.index ? ` ·${bar.index + 1}` : ""}</span>`}
 	</button>`;
 }
 
-function inside(segment, part) {
-	const whole = part.to - part.from || 1;
-	return { left: `${((segment.from - part.from) / whole) * 100}%`, width: `${((segment.to - segment.from) / whole) * 100}%` };
-}
+const at = ({ x, y, width, height }) => ({ left: `${x}px`, top: `${y}px`, width: `${width}px`, height: `${height}px` });
 
 function barWords({ bar, lane }) {
 	return `${briefly(bar.id)}, ${bar.row.priority}, ${lane.replace("/", " slot ")}: ${segmentWords(bar)}${bar.is_open ? ", still there" : ""}`;
@@ -119,18 +128,16 @@ function segmentWords(bar) {
 }
 
 function Wait({ place, open }) {
-	const { wait, x, y, width, height } = place;
-	const style = { left: `${x}px`, top: `${y}px`, width: `${width}px`, height: `${height}px` };
+	const { wait } = place;
 	const last = wait.segments.at(-1);
 	const text = `${briefly(wait.id)} ${stateWords(last.kind)} ${duration(wait.to - wait.from)}${last.reason ? `: ${briefly(last.reason)}` : ""}`;
-	const name = `wait ${wait.row.priority === "background" ? "background" : "interactive"}`;
-	return html`<div class=${name} style=${style} title=${text} onClick=${() => open(wait.id)}>
-		${wait.segments.map((each) => html`<i class=${`segment ${each.kind}`} style=${inside(each, wait)}></i>`)}
+	return html`<div class="wait ${classOf(wait.row)}" style=${at(place)} title=${text} onClick=${() => open(wait.id)}>
+		${wait.segments.map((each) => html`<i class="segment ${each.kind}" style=${inside(each, wait)}></i>`)}
 	</div>`;
 }
 
 function Links({ laid, width }) {
-	return html`<svg class="links" aria-hidden="true" width=${width} height=${laid.height} viewBox=${`0 0 ${width} ${laid.height}`}>
+	return html`<svg class="links" aria-hidden="true" width=${width} height=${laid.height} viewBox="0 0 ${width} ${laid.height}">
 		${laid.links.map((link) => (link.kind === "handover" ? handover(link) : siding(link)))}
 	</svg>`;
 }
@@ -139,7 +146,7 @@ function siding({ kind, x, from, to, background }) {
 	const name = background ? "background" : "interactive";
 	const end = Math.sign(to - from);
 	const head = kind === "in" ? `M${x - 3} ${to - end * 4} L${x} ${to} L${x + 3} ${to - end * 4}` : "";
-	return html`<path class=${name} d=${`M${x} ${from} V${to} ${head}`} />`;
+	return html`<path class=${name} d="M${x} ${from} V${to} ${head}" />`;
 }
 
 /** An arc over the lane, or a line to another one, from who gave its slot to who got it. */
@@ -147,11 +154,11 @@ function handover({ x, to_x, from, to }) {
 	const end = Math.max(to_x, x) + 7;
 	if (from === to) {
 		const top = from - 1;
-		return html`<g class="handover"><path d=${`M${x - 7} ${top} C${x - 5} ${top - 8} ${end - 4} ${top - 8} ${end} ${top}`} /><path class="tip" d=${`M${end - 5} ${top - 4} L${end + 0.5} ${top + 0.5} L${end + 1} ${top - 6} Z`} /></g>`;
+		return html`<g class="handover"><path d="M${x - 7} ${top} C${x - 5} ${top - 8} ${end - 4} ${top - 8} ${end} ${top}" /><path class="tip" d="M${end - 5} ${top - 4} L${end + 0.5} ${top + 0.5} L${end + 1} ${top - 6} Z" /></g>`;
 	}
 	const start = to > from ? from + 24 : from;
 	const stop = to > from ? to : to + 24;
-	return html`<g class="handover"><path d=${`M${x} ${start} C${x} ${(start + stop) / 2} ${end} ${(start + stop) / 2} ${end} ${stop}`} /></g>`;
+	return html`<g class="handover"><path d="M${x} ${start} C${x} ${(start + stop) / 2} ${end} ${(start + stop) / 2} ${end} ${stop}" /></g>`;
 }
 
 /** The same as a table, for those who do not see it or want the figures. */
@@ -170,7 +177,6 @@ function LaneTable({ found, open }) {
 	return html`<${Table} label="Slots as a table" columns=${columns} rows=${shown} keyOf=${({ bar }) => keyOf(bar)} />`;
 }
 
-/** What the patterns mean. */
 export function LaneLegend() {
 	return html`<ul class="lane-legend" aria-label="What the bars mean">
 		<li><${ClassBadge} priority="interactive" /></li>

@@ -1,12 +1,10 @@
-/** The machine: how fast it reads and writes, what its steps cost, how warm it is, and how its engine fared. */
+/** The machine: its pace, what its steps cost, how warm it is, and how its engine fared. */
 
 import { html, useState } from "../dom.js";
-import { clockTime, count, duration, milliseconds, plural, rate } from "../state/words.js";
+import { clockTime, count, duration, levelOf, milliseconds, plural, rate, whyOf } from "../state/words.js";
 import { Chart, useSpan } from "./chart.js";
 import { ActButton, Figures, Level, Notices, Section, Table } from "./parts.js";
 
-const LEVELS = { serving: "good", restarting: "bad", failing: "bad", failed: "bad", suspended: "warn", starting: "warn", closing: "warn" };
-const HEAT_LEVELS = { nominal: "good", fair: "", serious: "warn", critical: "bad" };
 const OUT = [{ label: "out", colour: "--interactive", fill: true, of: (bucket, step_s) => bucket.tokens / step_s }];
 const IN = [{ label: "in", colour: "--line-3", fill: true, of: (bucket, step_s) => bucket.prompt_tokens / step_s }];
 const STEPS = [
@@ -35,7 +33,7 @@ export function View({ state, now, actions, may }) {
 		<${Section} title="Steps of each model"><${Steps} state=${state} now=${now} /><//>
 		<div class="columns">
 			<${Section} title="Engines that ended"><${Exits} exits=${state.exits} /><//>
-			<${Section} title="What happened"><${Notices} notices=${state.notices} clock=${clockTime} empty="Nothing since the page was opened." /><//>
+			<${Section} title="What happened"><${Notices} notices=${state.notices} empty="Nothing since the page was opened." /><//>
 		</div>
 	</div>`;
 }
@@ -45,11 +43,11 @@ function engineFigures(state, now) {
 	const last = [...state.steps.values()].reduce((best, each) => (!best || each.at > best.at ? each : best), null);
 	const threads = last?.threads ?? engine.threads;
 	return [
-		["State", html`<${Level} level=${LEVELS[engine.state]}>${engine.state}<//>`, engine.reason || (engine.since ? `for ${duration(now - engine.since)}` : "")],
+		["State", html`<${Level} level=${levelOf(engine.state)}>${engine.state}<//>`, whyOf(engine) || (engine.since && `for ${duration(now - engine.since)}`)],
 		engine.label && ["Computes on", engine.label],
 		["Restarts", count(engine.restarts ?? 0), "of the engine that nobody asked for"],
-		threads != null && ["Threads", count(threads), last?.threads_reason || engine.threads_reason || "as many as set"],
-		["Heat", html`<${Level} level=${HEAT_LEVELS[heat.level]}>${heat.level}<//>`, [heat.sensor, heat.celsius != null && degrees(heat.celsius)].filter(Boolean).join(", ")],
+		threads > 0 && ["Threads", count(threads), last?.threads_reason || engine.threads_reason || "as many as set"],
+		["Heat", html`<${Level} level=${levelOf(heat.level)}>${heat.level}<//>`, [heat.sensor, heat.celsius != null && degrees(heat.celsius)].filter(Boolean).join(", ")],
 		engine.pid && ["Process", engine.pid, state.version && `Stoker ${state.version}`],
 		state.num_lost > 0 && ["Not read in time", plural(state.num_lost, "event")],
 	];
@@ -61,7 +59,7 @@ function Power({ engine, actions }) {
 	if (engine.state === "suspended") return html`<${ActButton} act=${() => actions.wake()}>Wake up<//>`;
 	if (!is_sure) return html`<${ActButton} disabled=${engine.state !== "serving"} act=${() => Promise.resolve(setSure(true))} title="Ends the engine and keeps every request">Suspend<//>`;
 	const suspend = () => actions.suspend().finally(() => setSure(false));
-	return html`<span>Requests wait until it wakes up.</span> <${ActButton} danger act=${suspend}>Suspend now<//> <button type="button" class="act" onClick=${() => setSure(false)}>Leave it</button>`;
+	return html`<span>Requests wait until it wakes up.</span> <${ActButton} danger act=${suspend}>Suspend now<//> <button class="act" onClick=${() => setSure(false)}>Leave it</button>`;
 }
 
 function Steps({ state, now }) {
@@ -90,7 +88,7 @@ function Exits({ exits }) {
 	return html`<ol class="exits">
 		${exits.toReversed().map((each) => html`<li key=${each.at}>
 			<time>${clockTime(each.at)}</time>
-			<span>${each.reason || "no reason is known"} <small>after ${duration(each.served_s)}; ${plural(each.num_survived, "request")} went on${each.num_failed ? `, ${count(each.num_failed)} ended with it` : ""}; the next engine after ${duration(each.next_start_s)}</small></span>
+			<span>${each.reason || "no reason is known"} <small>after ${duration(each.served_s)}; ${plural(each.num_survived, "request")} went on${each.num_failed ? `, ${count(each.num_failed)} ended with it` : ""}${each.next_start_s > 0 && `; the next engine after ${duration(each.next_start_s)}`}</small></span>
 		</li>`)}
 	</ol>`;
 }

@@ -2,13 +2,11 @@
 
 import { html } from "../dom.js";
 import { ledgerOf } from "../state/selectors.js";
-import { bytes, clockTime, percent, spaced } from "../state/words.js";
+import { bytes, levelOf, percent, spaced } from "../state/words.js";
 import { Chart, useSpan } from "./chart.js";
 import { Models } from "./models.js";
 import { Level, Notices, Section } from "./parts.js";
 
-const LEVELS = { normal: "good", warning: "warn", critical: "bad" };
-const NEAR = 0.25; // marks of a ledger so near to each other share their words
 const RUNG_WORDS = {
 	trim_allocator: "freed memory goes back to the system",
 	drop_snapshots: "stored prefixes go, those on disk first",
@@ -29,11 +27,11 @@ export function View(props) {
 	const memory = state.memory;
 	const [span, spans] = useSpan();
 	if (!memory?.limit) return html`<div class="view"><p class="empty">Memory has not been measured yet.</p></div>`;
-	const lead = html`<${Level} level=${LEVELS[memory.pressure]}>pressure ${memory.pressure ?? "unknown"}<//>
+	const lead = html`<${Level} level=${levelOf(memory.pressure)}>pressure ${memory.pressure ?? "unknown"}<//>
 		<span class="muted">${percent(memory.pressure_fraction)} by ${memory.pressure_source || "footprint"}${memory.tier ? `, tier ${spaced(memory.tier)}` : ""}</span>`;
 	return html`<div class="view memory">
 		<${Section} title="Where it is" aside=${lead}>
-			<${Ledger} title="This machine" held=${memory.footprint} lines=${memory.lines} marks=${[["limit", memory.limit], ["physical", memory.physical]]} note=${`${bytes(memory.available)} can still be used`} />
+			<${Ledger} title="This machine" held=${memory.footprint} lines=${memory.lines} marks=${[["limit", memory.limit], ["physical", memory.physical]]} note="${bytes(memory.available)} can still be used" />
 			${memory.devices.map((device) => html`<${Device} key=${device.id} device=${device} />`)}
 		<//>
 		<${Section} title="Over time" aside=${spans}>
@@ -44,7 +42,7 @@ export function View(props) {
 		<//>
 		<div class="columns">
 			<${Section} title="Given up"><${Ladder} memory=${memory} /><//>
-			<${Section} title="What happened"><${Notices} notices=${state.notices} kinds=${["pressure", "rung", "model"]} clock=${clockTime} empty="Nothing since the page was opened." /><//>
+			<${Section} title="What happened"><${Notices} notices=${state.notices} kinds=${["pressure", "rung", "model"]} empty="Nothing since the page was opened." /><//>
 		</div>
 		<${Section} title="Models"><${Models} ...${props} /><//>
 	</div>`;
@@ -59,7 +57,7 @@ function Device({ device }) {
 	];
 	if (!device.total) return null; // it uses the machine's
 	const others = device.others ?? 0;
-	return html`<${Ledger} title=${`${device.id}, ${device.name}`} held=${device.own ?? 0} others=${others} lines=${device.lines} marks=${[["total", device.total]]} note=${notes.filter(Boolean).join(", ")} />`;
+	return html`<${Ledger} title="${device.id}, ${device.name}" held=${device.own ?? 0} others=${others} lines=${device.lines} marks=${[["total", device.total]]} note=${notes.filter(Boolean).join(", ")} />`;
 }
 
 /** Lines of the ledger as one stacked bar, against the limits that hold for it. */
@@ -73,31 +71,19 @@ function Ledger({ title, held, others = 0, lines, marks, note }) {
 	const told = parts.map((each) => `${spaced(each.name)} ${bytes(each.size)}`).join(", ");
 	return html`<div class="ledger">
 		<h3>${title} <span class="muted">${bytes(held)}${known[0] ? ` of ${bytes(known[0][1])}` : ""}${note ? `; ${note}` : ""}</span></h3>
-		<div class="ledger-bar" role="img" aria-label=${`${title}: ${told}; ${words.join(", ")}`}>
-			<div class="ledger-parts">${parts.map((each) => html`<i title=${`${spaced(each.name)} ${bytes(each.size)}`} style=${{ width: `${(each.size / whole) * 100}%`, background: colour(each) }}></i>`)}</div>
-			${known.map(([, at], number) => {
-				const next = known[number + 1]?.[1] ?? Infinity;
-				const is_near = Math.abs(next - at) < whole * NEAR; // both are told at the next one
-				const before = number && Math.abs(at - known[number - 1][1]) < whole * NEAR ? words[number - 1] : null;
-				const told = [before, words[number]].filter(Boolean).join(", ");
-				return html`<span class=${`ledger-mark ${at / whole > 0.8 ? "far" : ""}`} style=${{ left: `${(at / whole) * 100}%` }}>${!is_near && html`<b>${told}</b>`}</span>`;
-			})}
+		<div class="ledger-bar" role="img" aria-label="${title}: ${told}; ${words.join(", ")}">
+			<div class="ledger-parts">${parts.map((each) => html`<i title="${spaced(each.name)} ${bytes(each.size)}" style=${{ width: `${(each.size / whole) * 100}%`, background: colour(each) }}></i>`)}</div>
+			${known.map(([name, at]) => html`<span class="ledger-mark ${name}" style=${{ left: `${(at / whole) * 100}%` }}></span>`)}
 		</div>
-		<ul class="ledger-lines">${parts.map((each) => html`<li><i style=${{ background: colour(each) }}></i>${spaced(each.name)} <b>${bytes(each.size)}</b></li>`)}</ul>
+		<ul class="ledger-lines">${parts.map((each) => html`<li><i style=${{ background: colour(each) }}></i>${spaced(each.name)} <b>${bytes(each.size)}</b></li>`)}${known.map(([name, at]) => html`<li><i class="ledger-mark ${name}"></i>${name} <b>${bytes(at)}</b></li>`)}</ul>
 	</div>`;
 }
 
-/** Where pressure becomes a warning and critical, of the source that counts now. */
-function marksOf(memory) {
-	const thresholds = memory.thresholds ?? {};
-	const of = (level, otherwise) => {
-		const source = memory.pressure_source || "footprint";
-		const found = thresholds[`${source}_${level}`] ?? thresholds[`fraction_${level}`];
-		return found > 0 && found <= 1 ? found : (thresholds[`fraction_${level}`] ?? otherwise);
-	};
+/** Where pressure becomes a warning and critical. */
+function marksOf({ thresholds }) {
 	return [
-		{ at: of("warning", 0.7), label: "warning", colour: "--warn" },
-		{ at: of("critical", 0.85), label: "critical", colour: "--bad" },
+		{ at: thresholds?.fraction_warning ?? 0.7, label: "warning", colour: "--warn" },
+		{ at: thresholds?.fraction_critical ?? 0.85, label: "critical", colour: "--bad" },
 	];
 }
 

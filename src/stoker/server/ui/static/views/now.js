@@ -2,7 +2,7 @@
 
 import { html, useMemo, useState } from "../dom.js";
 import { lineOf, paceOf, runningOf } from "../state/selectors.js";
-import { briefly, count, duration, milliseconds, percent, plural, rate, stateWords } from "../state/words.js";
+import { briefly, count, duration, levelOf, milliseconds, percent, plural, rate, stateWords, whyOf } from "../state/words.js";
 import { LaneLegend, Lanes } from "./lanes.js";
 import { Choice, ClassBadge, Level, Meter, RequestLink, Section, StateMark, Table } from "./parts.js";
 
@@ -11,7 +11,7 @@ const SPANS = [
 	[300, "5 min"],
 ];
 const MAX_ROWS = 40;
-const LEVELS = { warning: "warn", critical: "bad", serious: "bad", fair: "warn" };
+const isGrave = (state) => ["warn", "bad"].includes(levelOf(state));
 
 export function View(props) {
 	const { state, now, open } = props;
@@ -39,7 +39,7 @@ export function View(props) {
 function Summary({ state, now, line, running }) {
 	const pace = paceOf(state, now);
 	const memory = state.memory;
-	const people = line.filter((row) => row.priority !== "background").length;
+	const people = line.filter((row) => row.priority === "interactive" && row.kind !== "load").length;
 	const engine = state.engine;
 	return html`<p class="summary" role="status" aria-live="off">
 		<span><b>${running.length}</b> in slots</span>
@@ -47,9 +47,9 @@ function Summary({ state, now, line, running }) {
 		<span><b>${rate(pace.tokens_per_second)}</b> tokens/s out</span>
 		<span><b>${rate(pace.prompt_tokens_per_second)}</b> in</span>
 		<span><b>${milliseconds(pace.step_ms)}</b> a step</span>
-		${memory && html`<span>memory <b>${percent(memory.pressure_fraction)}</b> ${LEVELS[memory.pressure] && html`<${Level} level=${LEVELS[memory.pressure]}>${memory.pressure}<//>`}</span>`}
-		${LEVELS[state.heat.level] && html`<span><${Level} level=${LEVELS[state.heat.level]}>heat ${state.heat.level}<//></span>`}
-		${!["serving", "unknown"].includes(engine.state) && html`<span><${Level} level="bad">engine ${engine.state}<//> ${engine.reason}</span>`}
+		${memory && html`<span>memory <b>${percent(memory.pressure_fraction)}</b> ${isGrave(memory.pressure) && html`<${Level} level=${levelOf(memory.pressure)}>${memory.pressure}<//>`}</span>`}
+		${isGrave(state.heat.level) && html`<span><${Level} level=${levelOf(state.heat.level)}>heat ${state.heat.level}<//></span>`}
+		${!["serving", "unknown"].includes(engine.state) && html`<span><${Level} level=${levelOf(engine.state)}>engine ${engine.state}<//> ${whyOf(engine)}</span>`}
 	</p>`;
 }
 
@@ -78,7 +78,7 @@ function Rows({ label, empty, columns, rows }) {
 function columnsFor(open) {
 	return [
 		["Request", "", (row) => html`<${RequestLink} id=${row.request_id} open=${open} />`],
-		["Class", "", (row) => html`<${ClassBadge} priority=${row.priority} />`],
+		["Class", "", (row) => row.kind !== "load" && html`<${ClassBadge} priority=${row.priority} />`],
 		["Model", "wide nowrap", (row) => row.model],
 	];
 }
@@ -88,7 +88,7 @@ function sinceWords(row, now) {
 }
 
 function waitCell(row) {
-	return html`<i class=${`mark ${row.state}`} aria-hidden="true"></i>${briefly(row.waits_for) || stateWords(row.state)}${row.stage && html` <small>${row.stage} ${percent(row.fraction)}</small>`}`;
+	return html`<i class="mark ${row.state}" aria-hidden="true"></i>${briefly(row.waits_for) || stateWords(row.state)}${row.stage && html` <small>${row.stage} ${percent(row.fraction)}</small>`}`;
 }
 
 function progress(row) {

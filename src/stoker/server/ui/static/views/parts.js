@@ -1,27 +1,29 @@
 /** Small parts that several views are made of. */
 
 import { html, useEffect, useLayoutEffect, useRef, useState } from "../dom.js";
-import { briefly, stateWords } from "../state/words.js";
+import { briefly, clockTime, stateWords } from "../state/words.js";
+
+export const classOf = (row) => (row.priority === "background" ? "background" : "interactive");
 
 /** The class of a request: a filled or hollow square and its name, so that it is known without colour. */
 export function ClassBadge({ priority, short = false }) {
-	const name = priority === "background" ? "background" : "interactive";
-	return html`<span class=${`klass ${name}`} title=${name}>${short ? html`<span class="sr-only">${name}</span>` : name}</span>`;
+	const name = classOf({ priority });
+	return html`<span class="klass ${name}" title=${name}>${short ? html`<span class="sr-only">${name}</span>` : name}</span>`;
 }
 
 /** A state in words, with the mark that its segments have in the lanes. */
 export function StateMark({ kind }) {
-	return html`<span class="state"><i class=${`mark ${kind}`} aria-hidden="true"></i>${stateWords(kind)}</span>`;
+	return html`<span class="state"><i class="mark ${kind}" aria-hidden="true"></i>${stateWords(kind)}</span>`;
 }
 
 /** A level such as good, warn or bad, never by colour alone: the text says it. */
 export function Level({ level, children }) {
-	return html`<span class=${`level ${level || "plain"}`}>${children}</span>`;
+	return html`<span class="level ${level || "plain"}">${children}</span>`;
 }
 
 /** Names and figures; null entries are left out. */
 export function Figures({ of, class: name = "" }) {
-	return html`<dl class=${`facts ${name}`}>
+	return html`<dl class="facts ${name}">
 		${of.filter(Boolean).map(
 			([label, figure, note]) => html`<div key=${label}><dt>${label}</dt><dd>${figure}${note && html`<small>${note}</small>`}</dd></div>`,
 		)}
@@ -31,7 +33,7 @@ export function Figures({ of, class: name = "" }) {
 /** The way to a request's story. */
 export function RequestLink({ id, open }) {
 	if (!id) return html`<span class="muted">another caller's</span>`;
-	return html`<button type="button" class="link id" title=${id} onClick=${() => open(id)}>${briefly(id)}</button>`;
+	return html`<button class="link id" title=${id} onClick=${() => open(id)}>${briefly(id)}</button>`;
 }
 
 /** A button that does something once, and waits for it. */
@@ -40,12 +42,13 @@ export function ActButton({ act, children, danger = false, disabled = false, tit
 	const isThere = useRef(true);
 	useEffect(() => () => (isThere.current = false), []);
 	const press = () => {
+		if (isBusy) return;
 		setBusy(true);
 		const over = () => isThere.current && setBusy(false);
 		act().then(over, over); // what went wrong is told by the shell
 	};
 	const name = danger ? "act danger" : "act";
-	return html`<button type="button" class=${name} title=${title} disabled=${disabled || isBusy} aria-busy=${isBusy} onClick=${press}>${children}</button>`;
+	return html`<button class=${name} title=${title} disabled=${disabled} aria-disabled=${isBusy} aria-busy=${isBusy} onClick=${press}>${children}</button>`;
 }
 
 /** A choice of few: `options` are [value, label]. */
@@ -58,9 +61,9 @@ export function Choice({ label, options, value, onChange }) {
 }
 
 /** A part of a view with its heading and what stands beside it. */
-export function Section({ title, aside, children, class: name = "" }) {
+export function Section({ title, aside, children }) {
 	const id = `s-${title.toLowerCase().replaceAll(" ", "-")}`;
-	return html`<section class=${`part ${name}`} aria-labelledby=${id}>
+	return html`<section class="part" aria-labelledby=${id}>
 		<header><h2 id=${id}>${title}</h2>${aside && html`<div class="aside">${aside}</div>`}</header>
 		${children}
 	</section>`;
@@ -76,12 +79,18 @@ export function Table({ label, columns, rows, keyOf, nameOf = () => "" }) {
 }
 
 /** A bar from 0 to 1 with its figures as text beside it. */
-export function Meter({ fraction, label, level = "" }) {
+export function Meter({ fraction, label }) {
 	const width = `${Math.max(0, Math.min(1, fraction || 0)) * 100}%`;
 	const now = Math.round((fraction || 0) * 100);
-	return html`<span class=${`meter ${level}`} role="meter" aria-label=${label} aria-valuemin="0" aria-valuemax="100" aria-valuenow=${now}>
+	return html`<span class="meter" role="meter" aria-label=${label} aria-valuemin="0" aria-valuemax="100" aria-valuenow=${now}>
 		<i style=${{ width }}></i>
 	</span>`;
+}
+
+/** Where a segment stands within its whole, as a style. */
+export function inside(segment, { from, to }) {
+	const part = 100 / (to - from || 1);
+	return { left: `${(segment.from - from) * part}%`, width: `${(segment.to - segment.from) * part}%` };
 }
 
 /** The width of an element in pixels, and the ref that it is measured by. */
@@ -101,12 +110,12 @@ export function useWidth(first = 900) {
 }
 
 /** What happened to the machine, the newest first. */
-export function Notices({ notices, kinds, clock, empty }) {
+export function Notices({ notices, kinds, empty }) {
 	const shown = notices.filter((each) => !kinds || kinds.includes(each.kind)).slice(-40).reverse();
 	if (!shown.length) return html`<p class="empty">${empty}</p>`;
 	return html`<ol class="notices" tabindex="0" aria-label="What happened, the newest first">
 		${shown.map(
-			(each) => html`<li class=${each.level}><time>${clock(each.at)}</time><span>${briefly(each.text)}</span></li>`,
+			(each) => html`<li class=${each.level}><time>${clockTime(each.at)}</time><span>${briefly(each.text)}</span></li>`,
 		)}
 	</ol>`;
 }

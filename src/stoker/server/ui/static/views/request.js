@@ -8,7 +8,7 @@ import { endedAt } from "../state/requests.js";
 import { requestOf } from "../state/selectors.js";
 import { storyOf } from "../state/story.js";
 import { briefly, clockTime, count, duration, endWords, milliseconds, percent, plural, rate, stateWords } from "../state/words.js";
-import { ActButton, ClassBadge, Figures, Level, RequestLink, StateMark } from "./parts.js";
+import { ActButton, ClassBadge, classOf, Figures, inside, Level, RequestLink, StateMark } from "./parts.js";
 
 const texts = forTab("texts");
 
@@ -20,11 +20,11 @@ export function RequestDrawer({ state, now, actions, may, open, requestId }) {
 		return () => before?.isConnected && before.focus();
 	}, [requestId]);
 	const row = requestOf(state, requestId);
-	const close = (event) => event.key === "Escape" && (event.stopPropagation(), open(null));
+	const close = (event) => event.key === "Escape" && (event.preventDefault(), open(null));
 	return html`<div class="drawer view" role="dialog" aria-labelledby="drawer-title" tabindex="-1" ref=${box} onKeyDown=${close}>
 		<header>
 			<h2 id="drawer-title"><span class="sr-only">Request </span><span class="id">${requestId}</span></h2>
-			<button type="button" class="act close" aria-label="Close" title="Close (Esc)" onClick=${() => open(null)}>✕</button>
+			<button class="act close" aria-label="Close" title="Close (Esc)" onClick=${() => open(null)}>✕</button>
 		</header>
 		${row ? html`<${Story} row=${row} now=${now} actions=${actions} may=${may} open=${open} />` : html`<p class="empty">Nothing is known of it any more: the page keeps the last 10,000 that ended while it was open.</p>`}
 	</div>`;
@@ -61,21 +61,19 @@ function Controls({ row, actions }) {
 /** Its whole life as one bar a choice. */
 function Course({ row, now }) {
 	const end = row.state === "ended" ? endedAt(row) : now;
-	const whole = Math.max(end - row.arrived_at, 1e-6);
 	const choices = choicesOf(row).filter((choice) => choice.segments.length);
 	if (!choices.length) return null;
 	return html`<div class="course">
 		${choices.map((choice) => {
-			const told = choice.segments.map((each) => `${stateWords(each.kind)} ${duration((each.to ?? end) - each.from)}`);
-			return html`<div class=${`course-bar bar ${row.priority === "background" ? "background" : "interactive"}`} role="img" aria-label=${told.join(", ")}>
+			const wordsOf = (each) => `${stateWords(each.kind)} ${duration((each.to ?? end) - each.from)}`;
+			return html`<div class="course-bar bar ${classOf(row)}" role="img" aria-label=${choice.segments.map(wordsOf).join(", ")}>
 				${choice.segments.map((each) => {
-					const left = `${((Math.max(each.from, row.arrived_at) - row.arrived_at) / whole) * 100}%`;
-					const width = `${(((each.to ?? end) - each.from) / whole) * 100}%`;
-					return html`<i class=${`segment ${each.kind}`} title=${`${stateWords(each.kind)} ${duration((each.to ?? end) - each.from)}`} style=${{ left, width }}></i>`;
+					const style = inside({ from: Math.max(each.from, row.arrived_at), to: each.to ?? end }, { from: row.arrived_at, to: end });
+					return html`<i class="segment ${each.kind}" title=${wordsOf(each)} style=${style}></i>`;
 				})}
 			</div>`;
 		})}
-		<p class="course-ends"><time>${clockTime(row.arrived_at)}</time><span>${duration(whole)}</span><time>${row.state === "ended" ? clockTime(end) : "now"}</time></p>
+		<p class="course-ends"><time>${clockTime(row.arrived_at)}</time><span>${duration(end - row.arrived_at)}</span><time>${row.state === "ended" ? clockTime(end) : "now"}</time></p>
 	</div>`;
 }
 
@@ -126,7 +124,7 @@ function Moves({ row, now, open }) {
 		${storyOf(row, now).map(
 			(each) => html`<li>
 				<time title=${clockTime(each.at)}>+${duration(each.offset_s)}</time>
-				<i class=${`mark ${each.kind}`} aria-hidden="true"></i>
+				<i class="mark ${each.kind}" aria-hidden="true"></i>
 				<span>${linked(each, open)}</span>
 				<small>${each.for_s >= 0.05 ? duration(each.for_s) : ""}</small>
 			</li>`,
