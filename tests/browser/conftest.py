@@ -72,13 +72,11 @@ async def open_page(browser):
     """Open the page of a server in a context of its own; it has done nothing that it must not do."""
     opened = []
 
-    async def open_at(url, place="#/now", script="", **context_settings):
+    async def open_at(url, place="#/now", **context_settings):
         wanted = {"viewport": {"width": 1280, "height": 800}, **context_settings}
         context = await browser.new_context(**wanted)
         watched = Watched((f"{url}/",))
         opened.append((context, watched))
-        if script:  # runs before anything of the page
-            await context.add_init_script(script)
         page = await context.new_page()
         page.set_default_timeout(30_000)
         watched.watch(page)

@@ -283,12 +283,6 @@ async def test_a_recording_offers_nothing_to_steer(open_page, replayed):
             await expect(page.get_by_role("button", name=name, exact=True)).to_have_count(0)
 
 
-LONG_TASKS = """
-window.longest_ms = 0;
-new PerformanceObserver((list) => {
-    for (const one of list.getEntries()) window.longest_ms = Math.max(window.longest_ms, one.duration);
-}).observe({ type: 'longtask' });
-"""
 UNTIL = """async (wanted) => {
     const app = document.querySelector('script[type=module]').src;
     const { state } = await import(app.replace('app.js', 'shell/feed.js'));
@@ -303,7 +297,7 @@ SCROLL = """async (box) => {
 MAX_HEAP_BYTES = 80 * 2**20
 MAX_TASK_MS = 50.0
 NUM_TRIES = 2
-"""What else has the cores lengthens a task of the page."""
+TRACED = ["disabled-by-default-devtools.timeline", "toplevel"]
 HOUR_S = 3600.0
 NUM_ROWS = 10_000
 
@@ -322,10 +316,11 @@ def many_short(number):
 
 
 @pytest.mark.slow
-async def test_an_hour_at_full_speed_leaves_the_page_quick_and_small(open_page, replayed, tmp_path):
-    """U12: no task of 50 ms from its first on, less than 80 MiB of heap, ten thousand rows that scroll.
+async def test_an_hour_at_full_speed_leaves_the_page_quick_and_small(browser, open_page, replayed, tmp_path):
+    """U12: no task of 50 ms from the first on, less than 80 MiB of heap, ten thousand rows that scroll.
 
-    Twice at most: Chromium counts time in which another process had the core as the page's own.
+    A task is as long as Chromium counts its thread's time: what other processes have of the cores is not the
+    page's. They take the caches too, which is why it is tried once more.
     """
     file = tmp_path / "hour.jsonl"
     last_at = 0.0
@@ -335,24 +330,37 @@ async def test_an_hour_at_full_speed_leaves_the_page_quick_and_small(open_page, 
             last_at = max(last_at, document["at"])
     async with replayed(file) as server:
         for _ in range(NUM_TRIES):
-            heap_bytes, longest_ms = await watched_hour(
-                await open_page(server.url, script=LONG_TASKS), last_at
-            )
+            page = await open_page(server.url)
+            heap_bytes, longest_ms = await watched_hour(browser, page, last_at)
             assert heap_bytes < MAX_HEAP_BYTES
             if longest_ms < MAX_TASK_MS:
                 break
     assert longest_ms < MAX_TASK_MS
 
 
-async def watched_hour(page, last_at):
-    """The heap after the hour, and the longest task: loading, the first drawing and scrolling included."""
+async def watched_hour(browser, page, last_at):
+    """The heap after the hour, and the longest task from the page's start to scrolling and back."""
+    await browser.start_tracing(page=page, categories=TRACED)
+    await page.reload()
     await expect(page.locator(".canvas button.bar").first).to_be_attached()
     await page.evaluate(UNTIL, last_at)
-    read_ms = await page.evaluate("longest_ms")
+    read_ms = longest_task_ms(await browser.stop_tracing())
     await page.evaluate("gc()")
     heap_bytes = await page.evaluate("performance.memory.usedJSHeapSize")
-    await page.evaluate("longest_ms = 0")
+    await browser.start_tracing(page=page, categories=TRACED)
     await page.evaluate("location.hash = '#/history'")
     await expect(page.locator(".rows-box")).to_have_attribute("aria-rowcount", str(NUM_ROWS + 1))
     await page.locator(".rows-box .rows").evaluate(SCROLL)
-    return heap_bytes, max(read_ms, await page.evaluate("longest_ms"))
+    await page.evaluate("location.hash = '#/now'")
+    await expect(page.locator(".links")).to_be_attached()
+    return heap_bytes, max(read_ms, longest_task_ms(await browser.stop_tracing()))
+
+
+def longest_task_ms(trace):
+    """Time of the processor that the longest task of a page's main thread took."""
+    events = json.loads(trace)["traceEvents"]
+    names = [one for one in events if one["name"] == "thread_name"]
+    main = {(one["pid"], one["tid"]) for one in names if one["args"]["name"] == "CrRendererMain"}
+    tasks = [one for one in events if one["name"] == "RunTask" and (one["pid"], one["tid"]) in main]
+    assert len(tasks) > 10
+    return max(one.get("tdur", 0) for one in tasks) / 1000

@@ -294,6 +294,22 @@ async def test_everything_that_is_kept_is_bounded(page):
     assert found == [64, 200, 128, 10_000, 11_250, True, True, True, True]
 
 
+async def test_work_without_a_slot_has_a_lane_of_its_own(page):
+    """U11: several may be there at once, and none lies over a request that has the slot."""
+    documents = handed_over()[:4]
+    for number in range(3):
+        documents.append(arrived(f"embed-{number}", START + 2 + number))
+        documents.append(moved(f"embed-{number}", START + 2 + number, "prefill"))
+    found = await page.evaluate(
+        """(documents) => {
+            const lanes = lanesOf(after(documents), 1010).models[0].lanes;
+            return lanes.map((lane) => [String(lane.slot), lane.bars.map((bar) => [bar.id, bar.num])]);
+        }""",
+        documents,
+    )
+    assert found == [["0", [["job", 1]]], ["1", []], ["Infinity", [["embed-0", 3]]]]
+
+
 async def test_a_crowd_of_short_requests_is_drawn_as_a_few_bars(page):
     """U12: short ones are joined, however many there were, and none of them is forgotten."""
     documents = [snapshot()]

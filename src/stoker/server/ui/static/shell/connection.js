@@ -25,7 +25,6 @@ const breath = () => {
  *
  * take(documents): some documents in order, at most DOCUMENTS_AT_ONCE.
  * tell({state, error, retryAt}): state is connecting, live, waiting (retryAt: performance.now() then) or refused.
- * heard(): bytes came.
  */
 export function connection({ path, take, tell, heard }) {
 	let last = "";

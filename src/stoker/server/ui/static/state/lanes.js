@@ -6,7 +6,7 @@
  */
 
 import { LANES_SPAN_S } from "./limits.js";
-import { choicesOf } from "./moves.js";
+import { NO_SLOT, choicesOf } from "./moves.js";
 
 const LEAST_SPAN_S = 60;
 const MAX_SIDINGS = 3;
@@ -110,7 +110,7 @@ function finished(model, min_s) {
 		model: model.model,
 		lanes: lanes.map((lane) => {
 			const { rows, num_hidden } = stacked(lane.waits, MAX_SIDINGS, min_s);
-			return { key: lane.key, slot: lane.slot, bars: joined(lane.bars, min_s), sidings: rows, num_hidden };
+			return { key: lane.key, slot: lane.slot, bars: joined(lane.bars, min_s, lane.slot === NO_SLOT), sidings: rows, num_hidden };
 		}),
 		line: stacked(model.waits, MAX_LINE_ROWS, min_s),
 	};
@@ -130,16 +130,17 @@ function stacked(waits, most, min_s) {
 	return { rows, num_hidden };
 }
 
-/** Bars that are too short to be seen, joined with their neighbours. */
-function joined(bars, min_s) {
+/** Bars with those joined that are too short to be seen, or share a lane at one time. */
+function joined(bars, min_s, is_shared) {
 	bars.sort((one, other) => one.from - other.from);
 	const found = [];
 	for (const bar of bars) {
 		const last = found.at(-1);
 		const is_short = bar.to - bar.from < min_s && !bar.is_open;
-		if (is_short && last?.is_short && bar.from - last.to < min_s) {
+		const is_near = is_short && last?.is_short && bar.from - last.to < min_s;
+		if (is_near || (is_shared && bar.from < last?.to)) {
 			last.num += 1;
-			last.to = bar.to;
+			last.to = Math.max(last.to, bar.to);
 		} else {
 			found.push({ ...bar, is_short, num: 1 });
 		}

@@ -1,6 +1,8 @@
 /** What a request did when: its moves as segments, and these as runs in a slot and waits between them. */
 
 const IN_SLOT = new Set(["prefill", "decode", "replayed"]);
+/** Of work that needs none: its lane is the last one. */
+export const NO_SLOT = Infinity;
 const cache = new WeakMap(); // rows never change, so what follows from one neither
 
 /**
@@ -52,7 +54,7 @@ function segmentsOf(row, index) {
 		const next = moves[number + 1];
 		const last = segments.at(-1);
 		const to = next ? next.at : row.state === "ended" ? (row.ended_at ?? move.at) : null;
-		const slot = IN_SLOT.has(kind) ? (move.slot ?? last?.slot ?? 0) : null;
+		const slot = IN_SLOT.has(kind) ? (move.slot ?? last?.slot ?? NO_SLOT) : null;
 		has_run ||= slot !== null;
 		if (last && last.kind === kind && last.slot === slot) {
 			last.to = to;

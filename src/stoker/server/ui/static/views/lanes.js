@@ -5,6 +5,7 @@
 
 import { html, useEffect, useMemo, useRef, useState } from "../dom.js";
 import { lanesOf } from "../state/lanes.js";
+import { NO_SLOT } from "../state/moves.js";
 import { briefly, clockTime, duration, plural, stateWords } from "../state/words.js";
 import { layOut } from "./lane_layout.js";
 import { ClassBadge, classOf, inside, RequestLink, StateMark, Table, useWidth } from "./parts.js";
@@ -84,7 +85,7 @@ function names(laid) {
 		${laid.heads.map((head) => html`<b class="model-name" style=${{ top: `${head.y}px` }}>${head.model}</b>`)}
 		${laid.lanes.map(
 			(lane) => html`<span class="lane-name ${lane.is_line ? "line" : ""}" style=${{ top: `${lane.y}px`, height: `${lane.height}px` }}>
-				${lane.is_line ? "line" : html`<span class="word">slot </span>${lane.slot}`}
+				${lane.is_line ? "line" : lane.slot === NO_SLOT ? "–" : html`<span class="word">slot </span>${lane.slot}`}
 			</span>`,
 		)}`;
 }
@@ -119,8 +120,10 @@ function Bar({ place, open, is_current }) {
 
 const at = ({ x, y, width, height }) => ({ left: `${x}px`, top: `${y}px`, width: `${width}px`, height: `${height}px` });
 
+const laneWords = (key) => key.replace(`/${NO_SLOT}`, ", no slot").replace("/", " slot ");
+
 function barWords({ bar, lane }) {
-	return `${briefly(bar.id)}, ${bar.row.priority}, ${lane.replace("/", " slot ")}: ${segmentWords(bar)}${bar.is_open ? ", still there" : ""}`;
+	return `${briefly(bar.id)}, ${bar.row.priority}, ${laneWords(lane)}: ${segmentWords(bar)}${bar.is_open ? ", still there" : ""}`;
 }
 
 function segmentWords(bar) {
@@ -167,7 +170,7 @@ function LaneTable({ found, open }) {
 	const shown = bars.sort((one, other) => other.bar.from - one.bar.from).slice(0, 200);
 	if (!shown.length) return html`<p class="empty">Nothing has run in the last minutes.</p>`;
 	const columns = [
-		["Slot", "", ({ lane }) => lane.key.replace("/", " ")],
+		["Slot", "", ({ lane }) => laneWords(lane.key)],
 		["Request", "", ({ bar }) => html`<${RequestLink} id=${bar.id} open=${open} />${bar.num > 1 && ` and ${bar.num - 1} more`}`],
 		["Class", "", ({ bar }) => html`<${ClassBadge} priority=${bar.row.priority} />`],
 		["From", "", ({ bar }) => clockTime(bar.from)],
