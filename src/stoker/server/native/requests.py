@@ -203,12 +203,7 @@ def router(context: ServerContext) -> APIRouter:
         Of longer texts the end, with the number of characters before it. Of requests of the caller's key, for
         an operator of all: live ones, and the last 64 that ended.
         """
-        found = context.runtime.request_text(request_id)
-        if not request.state.identity.may_see(found.owner):
-            raise RequestNotFoundError(f"no request is known under the id {request_id!r}", param="id")
-        if not found.is_kept:
-            raise TextNotKeptError(f"of request {request_id!r} no text is kept")
-        answer = json_response(text_document(found))
+        answer = json_response(text_document(_text_of(context, request_id, request.state.identity)))
         answer.headers["Cache-Control"] = "no-store"
         return answer
 
@@ -238,6 +233,22 @@ def router(context: ServerContext) -> APIRouter:
         return json_response({"id": request_id, "resumed": resumed})
 
     return routes
+
+
+def _text_of(context: ServerContext, request_id: str, caller: Identity) -> RequestText:
+    """What a request reads and has written.
+
+    Raises:
+        TextsOffError: the server shows no texts.
+        RequestNotFoundError: no request has that id, or it is another key's.
+        TextNotKeptError: there is no text of it.
+    """
+    found: RequestText = context.runtime.request_text(request_id)
+    if not caller.may_see(found.owner):
+        raise RequestNotFoundError(f"no request is known under the id {request_id!r}", param="id")
+    if not found.is_kept:
+        raise TextNotKeptError(f"of request {request_id!r} no text is kept")
+    return found
 
 
 async def _each(context: ServerContext, request: Request, name: str, act: Action) -> list[str]:
