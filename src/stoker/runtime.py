@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncGenerator, Callable, Collection, Mapping, Sequence
-from contextlib import AbstractContextManager, aclosing
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, Self, Unpack
 
 from stoker.chat.conversation import NO_TOOLS, ToolOffer
@@ -334,7 +334,7 @@ class Runtime:
 
     # ------------------------------------------------------------ generation
 
-    async def stream(
+    def stream(
         self,
         request: GenerateRequest,
         request_id: str | None = None,
@@ -360,9 +360,7 @@ class Runtime:
         """
         own_id, now = request_id_of(request_id), time.monotonic()
         record = RequestRecord(own_id, checked_request(request), now, tuple(names), owner, route=route)
-        async with aclosing(self._client.stream(record)) as events:
-            async for event in events:
-                yield event
+        return self._client.stream(record)
 
     def group(
         self, kind: CallKind, request: GenerateRequest, num_members: int, known_as: KnownAs

@@ -76,7 +76,7 @@ class TruncationChain:
     @property
     def address(self) -> int:
         """Of the native chain."""
-        assert self._free.alive, "applied after close"
+        assert self._address, "applied after close"
         return self._address
 
     def apply(self, row: Rows) -> tuple[TokenIds, Rows]:
@@ -107,6 +107,7 @@ class TruncationChain:
 
     def close(self) -> None:
         """Free the native chain; idempotent. Nothing may be applied afterwards."""
+        self._address = 0
         self._free()
 
 

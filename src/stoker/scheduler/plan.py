@@ -15,6 +15,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from collections.abc import Sequence as SequenceOf
+from operator import attrgetter
 
 import msgspec
 
@@ -396,7 +397,7 @@ class Planner:
         if not 0 < len(running) <= self.budget.n_batch:
             return None
         self.budget.rows_stepped()
-        rows = sorted(running, key=_slot) if len(running) > 1 else running
+        rows = sorted(running, key=_BY_SLOT) if len(running) > 1 else running
         return StepPlan(tuple([Planned(s, _row(s)) for s in rows]), is_rows=True)
 
     def _interactive(self, sequences: list[Sequence], favoured: Sequence | None) -> list[Planned]:
@@ -407,7 +408,7 @@ class Planner:
             parts = self._beside(prefilling, None, [])
             self.budget.rows_held(_num_tokens(parts))
             return parts
-        rows = sorted(decoding[: self.budget.decode_rows(len(prefilling))], key=_slot)
+        rows = sorted(decoding[: self.budget.decode_rows(len(prefilling))], key=_BY_SLOT)
         parts = [Planned(s, _item(s, 1)) for s in rows]
         if rows:
             self.budget.rows_stepped()
@@ -470,7 +471,7 @@ class Planner:
             return []
         decoding = self._rotated([s for s in sequences if s.state is SequenceState.DECODE])
         prefilling = self._rotated([s for s in sequences if s.state is SequenceState.PREFILL])
-        rows = sorted(decoding[: max(1, num_left - len(prefilling))], key=_slot)
+        rows = sorted(decoding[: max(1, num_left - len(prefilling))], key=_BY_SLOT)
         parts = [Planned(s, _item(s, 1)) for s in rows]
         room = self.budget.num_left(num_others) - len(rows)
         parts += self._prefill(prefilling, num_left - len(rows), room)
@@ -506,6 +507,9 @@ class Planner:
 
 def _num_tokens(parts: Iterable[Planned]) -> int:
     return sum([len(part.item.tokens) for part in parts])
+
+
+_BY_SLOT = attrgetter("slot")
 
 
 def _slot(sequence: Sequence) -> int:

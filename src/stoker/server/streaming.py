@@ -145,15 +145,15 @@ class GenerationCall:
 
     async def _one(self, index: int) -> Numbered:
         request = self.requests[index]
-        stream = self._context.runtime.stream(
-            request,
-            request_id=self.runtime_ids[index],
-            names=self._names,
-            owner=self._owner,
-            route=self._route,
-        )
         named = nullcontext() if self.origins is None else self.origins.named()
         with self._context.metrics.request(kind_of(request), request.priority) as meter, named:
+            stream = self._context.runtime.stream(
+                request,
+                request_id=self.runtime_ids[index],
+                names=self._names,
+                owner=self._owner,
+                route=self._route,
+            )
             async with aclosing(stream) as events:
                 async for event in events:
                     meter.note(event)

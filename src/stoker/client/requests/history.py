@@ -206,7 +206,7 @@ class RequestHistory:
         moves = record.moves
         if delta.token_ids and not moves.is_writing(delta.index):
             self._publish_move("decoding", record, moves.writes(delta.index, record.meter.at(now)))
-        elif self._bus.is_watched and delta.token_ids and record.meter.tell_progress(now, WRITTEN_EVERY_S):
+        elif delta.token_ids and record.meter.tell_progress(now, WRITTEN_EVERY_S) and self._bus.is_watched:
             status = record.status(now)
             written = {
                 "completion_tokens": status.completion_tokens,
