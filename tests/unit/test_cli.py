@@ -575,7 +575,8 @@ def test_run_prints_one_document_for_programs(runtime: RuntimeStandIn) -> None:
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
-        (["--raw", "--system", "x"], "--raw has no turns: it takes neither --system nor --image"),
+        (["--raw", "--system", "x"], "--raw has no turns: it takes none of --system, --image, --audio and"),
+        (["--raw", "--file", "x"], "--raw has no turns: it takes none of --system, --image, --audio and"),
         (["--top-p", "3"], "--top-p must be between 0 and 1, got 3"),
         (["--seed", "9" * 30], "--seed must fit in 64 bits"),
         (["--schema", "{"], "--json-schema: it is no JSON: "),

@@ -150,6 +150,14 @@ Images = Annotated[
     list[Path] | None,
     typer.Option("--image", help="Image before the prompt; repeat for more.", metavar="FILE"),
 ]
+Recordings = Annotated[
+    list[Path] | None,
+    typer.Option("--audio", help="Recording before the prompt; repeat for more.", metavar="FILE"),
+]
+Documents = Annotated[
+    list[Path] | None,
+    typer.Option("--file", help="PDF or text before the prompt; repeat for more.", metavar="FILE"),
+]
 Stop = Annotated[
     list[str] | None,
     typer.Option("--stop", help="Text that ends the answer; repeat for more.", metavar="TEXT"),

@@ -15,15 +15,27 @@ import typer
 
 from stoker.cli.chat.session import ChatReply
 from stoker.cli.fitting_model import GENERATE
-from stoker.cli.options import REQUEST_FIELDS, AsJson, Images, System, schema_text, takes_fields
+from stoker.cli.options import (
+    REQUEST_FIELDS,
+    AsJson,
+    Documents,
+    Images,
+    Recordings,
+    System,
+    schema_text,
+    takes_fields,
+)
 from stoker.cli.session import Activity, piped_beside_a_prompt, piped_text, tell, write
 from stoker.cli.target import Asked, Target, asks_model
-from stoker.errors import InvalidRequestError
+from stoker.errors import InvalidRequestError, UnsupportedError
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator
+    from collections.abc import AsyncGenerator, Sequence
+    from pathlib import Path
 
+    from stoker.audio import Audio
     from stoker.client.requests.stream import TextDelta
+    from stoker.documents import Document
 
 
 @asks_model
@@ -40,6 +52,8 @@ def run(
     ] = None,
     system: System = None,
     image: Images = None,
+    audio: Recordings = None,
+    file: Documents = None,
     raw: Annotated[
         bool, typer.Option("--raw", help="Continue the text as it is, without a template.")
     ] = False,
@@ -47,15 +61,25 @@ def run(
 ) -> None:
     """Answer a prompt and stream the answer to the terminal."""
     text = _prompt_text(prompt)
-    if raw and (system is not None or image):
-        raise InvalidRequestError("--raw has no turns: it takes neither --system nor --image", param="raw")
+    if raw and (system is not None or image or audio or file):
+        what = "it takes none of --system, --image, --audio and --file"
+        raise InvalidRequestError(f"--raw has no turns: {what}", param="raw")
     turns: list[dict[str, Any]] = [] if system is None else [{"role": "system", "content": system}]
-    turns.append({"role": "user", "content": text})
+    attached = _attached(audio or (), file or ())
+    turns.append({"role": "user", "content": [*attached, text] if attached else text})
     if "json_schema" in fields:
         fields["json_schema"] = schema_text(fields["json_schema"])
     if image:
         fields["images"] = image
     asyncio.run(_run(target, text if raw else turns, fields, as_json=as_json))
+
+
+def _attached(recordings: Sequence[Path], documents: Sequence[Path]) -> list[Audio | Document]:
+    """What stands before the prompt, in the order of the options' help."""
+    from stoker.audio import Audio
+    from stoker.documents import Document
+
+    return [*map(Audio, recordings), *map(Document, documents)]
 
 
 def _prompt_text(prompt: str | None) -> str:
@@ -106,6 +130,9 @@ def _deltas(
     if not isinstance(prompt, str):
         if asked.runtime.resolve(asked.model).takes_conversations:
             return asked.runtime.chat(prompt, **how)
+        if not all(isinstance(turn["content"], str) for turn in prompt):
+            text = f"{asked.model} takes no conversations, and so neither --audio nor --file"
+            raise UnsupportedError(text, param="messages")
         prompt = "\n".join(turn["content"] for turn in prompt)
     return asked.runtime.generate(prompt, **how)
 
