@@ -61,3 +61,37 @@ def test_a_file_that_is_not_taken_is_named_as_it_was_written(
     assert (done.exit_code, done.stdout, done.stderr.count("\n")) == (2, "", 1)
     assert text in done.stderr
     assert "messages." not in done.stderr
+
+
+def chat(lines: list[str], *options: str, orders: str = "") -> Any:
+    """A chat of these lines, whose model says "One." to the first turn."""
+    script = Path("script")
+    script.write_text("One.\fTwo.", encoding="utf-8")
+    words = ["chat", "-m", f"fake:script={script}{orders}", "--no-server", *options]
+    return stoker(*words, stdin="".join(f"{line}\n" for line in lines))
+
+
+def test_a_chat_takes_documents_and_recordings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """V9, V12: they go with the next turn, are said and saved; what cannot be read is not attached."""
+    monkeypatch.chdir(tmp_path)
+    Path("a.pdf").write_bytes(pdf("Rain in Bonn"))
+    Path("scan.pdf").write_bytes(pdf(""))
+    Path("a.wav").write_bytes(wav_of(tone()))
+    lines = ["/file scan.pdf", "/file a.pdf", "/audio a.wav", "/file", "What?", "/file", "/audio"]
+    result = chat([*lines, "/save a.md", "/save a.json"], orders=",hearing=1")
+    told = result.stderr
+    assert result.stdout == "One.\n"
+    assert "stoker: scan.pdf has no text on 1 page, perhaps it is a scan" in told
+    assert "a.pdf goes with the next turn, " in told
+    assert "a.wav goes with the next turn, 0.5 seconds" in told
+    assert "with the next turn: a.pdf, a.wav" in told
+    assert "no document goes with the next turn; /file FILE attaches one" in told
+    assert "no recording goes with the next turn; /audio FILE attaches one" in told
+    saved = Path("a.md").read_text(encoding="utf-8")
+    assert f"[a.pdf]({Path('a.pdf')})" in saved
+    assert "![" not in saved
+    turn = json.loads(Path("a.json").read_text(encoding="utf-8"))["messages"][0]
+    assert (turn["documents"], turn["recordings"]) == (["a.pdf"], ["a.wav"])
+    assert "takes no recordings" in chat(["/audio a.wav", "Hi"]).stderr
+    assert chat(["Hi"], "--file", "scan.pdf").exit_code == 2
+    assert chat(["Hi"], "--file", "a.pdf").stdout == "One.\n"

@@ -16,13 +16,15 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TypeVar
 
+import msgspec
+
 from stoker.client.worker.jobs import DocumentPages, ReadDocument
 from stoker.client.worker.pool import Bounds, WorkerPool
 from stoker.documents.document import Document
 from stoker.documents.formats import is_pdf, text_of
 from stoker.documents.limits import DEFAULT_LIMITS, DocumentLimits
 from stoker.documents.turns import GivenDocument, Messages, documents_in, has_documents, with_texts
-from stoker.errors import InvalidRequestError, NotReadyError
+from stoker.errors import InvalidRequestError, NotReadyError, StokerError, error_from_info
 from stoker.images.sources import read_reference
 
 T = TypeVar("T")
@@ -180,6 +182,25 @@ class DocumentReader:
             return await asyncio.get_running_loop().run_in_executor(self._threads, work)
         except RuntimeError:  # it was shut down
             raise NotReadyError("no more documents are taken: the program is closing") from None
+
+
+async def num_chars_of(document: Document) -> int:
+    """How many characters a model would be shown of a document, which is read for it.
+
+    Raises:
+        StokerError: it cannot be read; the message names the file and no place in a request.
+    """
+    reader = DocumentReader()
+    turn = {"role": "user", "content": [document]}
+    try:
+        read = await reader.read([turn])
+    except StokerError as error:
+        message = error.message.removeprefix(f"{error.param}: ")
+        raise error_from_info(msgspec.structs.replace(error.info(), message=message)) from None
+    finally:
+        await asyncio.to_thread(reader.close)
+    assert not isinstance(read, str), "a conversation stays one"
+    return len(read[0]["content"][0]["text"])
 
 
 def _content(given: GivenDocument, limits: DocumentLimits) -> _File:

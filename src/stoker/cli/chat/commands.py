@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from prompt_toolkit.completion import CompleteEvent
     from rich.console import RenderableType
 
-_TAKES_FILE = frozenset({"/image", "/save", "/save!"})
+_TAKES_FILE = frozenset({"/image", "/audio", "/file", "/save", "/save!"})
 _WORD = re.compile(r"/[a-z]+!?")
 
 
@@ -44,6 +44,8 @@ COMMANDS = (
     ChatCommand("/model", "[NAME]", "list the models, or let another one answer from now on"),
     ChatCommand("/system", "[TEXT]", "show the system message, or start over with another (-: with none)"),
     ChatCommand("/image", "[FILE]", "show an image to the model with the next turn"),
+    ChatCommand("/audio", "[FILE]", "let the model hear a recording with the next turn"),
+    ChatCommand("/file", "[FILE]", "let the model read a PDF or a text with the next turn"),
     ChatCommand("/retry", "[TEMPERATURE]", "answer the last turn again, with another seed"),
     ChatCommand("/save", "FILE", "write the conversation to FILE.md or FILE.json (/save! replaces it)"),
     ChatCommand("/stats", "", "figures of this conversation"),

@@ -8,14 +8,18 @@ from __future__ import annotations
 
 import asyncio
 from contextlib import aclosing
+from functools import partial
 from typing import TYPE_CHECKING, Protocol, Unpack
 
+from stoker.audio import Audio
 from stoker.cli.chat.commands import file_of, help_table, typed
 from stoker.cli.chat.saving import save
 from stoker.cli.chat.session import ChatReply, Exchange
+from stoker.client.documents import num_chars_of
+from stoker.documents import Document
 from stoker.errors import ContextLengthError, InvalidRequestError, ModelNotFoundError, StokerError
 from stoker.images.image import Image
-from stoker.images.turns import require_vision
+from stoker.images.turns import require_hearing, require_vision
 from stoker.ipc.events import Parked, Paused, PrefillProgress, Queued
 from stoker.ipc.model import ModelClass
 from stoker.wording import count_text, duration_text
@@ -26,12 +30,14 @@ if TYPE_CHECKING:
 
     from rich.console import RenderableType
 
-    from stoker.cli.chat.session import ChatSession
+    from stoker.cli.chat.session import Attachment, ChatSession
     from stoker.client.requests.stream import Notice, TextDelta
     from stoker.ipc.events import ModelState
     from stoker.ipc.model import ModelInfo
     from stoker.tasks.fields import ConversationKeywords, Message
 
+ATTACHING = {"/image": "image", "/audio": "recording", "/file": "document"}
+"""Commands that let a file go with the next turn, and what each calls it."""
 NO_TOOLS = "tools are off: a chat offers the model no functions and runs nothing that it asks for"
 LONG_PROMPT_TOKENS = 256  # a shorter one is read before it can be said
 
@@ -122,7 +128,7 @@ class ChatLoop:
         self._commands: dict[str, Callable[[str], Awaitable[None]]] = {
             "/model": self._model,
             "/system": self._system,
-            "/image": self._image,
+            **{name: partial(self._attach, name) for name in ATTACHING},
             "/save": self._save,
             "/save!": self._replace,
             "/stats": self._stats,
@@ -191,15 +197,15 @@ class ChatLoop:
     async def _turn(self, text: str) -> None:
         """Answer a turn; one that fails is not part of the conversation, one that is stopped is."""
         session = self._session
-        images = tuple(session.attached)
+        attached = tuple(session.attached)
         session.num_retries = 0
-        await self._answered(text, images)
+        await self._answered(text, attached)
 
     async def _retry(self, given: str) -> None:
         """Answer the last turn again; its former answer comes back if that fails."""
         session = self._session
         former = session.exchanges.pop() if session.exchanges and not session.failed else None
-        asked = session.failed if former is None else (former.text, former.images)
+        asked = session.failed if former is None else (former.text, former.attached)
         if asked is None:
             self._screen.say("nothing has been asked yet")
             return
@@ -208,22 +214,24 @@ class ChatLoop:
             session.exchanges.append(former)
             session.failed = None
 
-    async def _answered(self, text: str, images: tuple[Image, ...], temperature: str = "") -> bool:
+    async def _answered(self, text: str, attached: tuple[Attachment, ...], temperature: str = "") -> bool:
         """Whether an answer was kept, of which there may be a part only."""
         session, num_failed = self._session, self.num_failed
         reply = ChatReply("", max_tokens=session.fields.get("max_tokens"))
-        await self._guarded(self._stream(text, images, reply, temperature))
+        await self._guarded(self._stream(text, attached, reply, temperature))
         has_failed = self.num_failed > num_failed
         if not has_failed:
             self._screen.end(reply)
         is_kept = not has_failed and (reply.finish_reason is not None or bool(reply.text))
-        session.failed = None if is_kept else (text, images)
+        session.failed = None if is_kept else (text, attached)
         if is_kept:
-            session.exchanges.append(Exchange(text, images, reply))
-            session.attached = [image for image in session.attached if image not in images]
+            session.exchanges.append(Exchange(text, attached, reply))
+            session.attached = [one for one in session.attached if one not in attached]
         return is_kept
 
-    async def _stream(self, text: str, images: tuple[Image, ...], reply: ChatReply, temperature: str) -> None:
+    async def _stream(
+        self, text: str, attached: tuple[Attachment, ...], reply: ChatReply, temperature: str
+    ) -> None:
         fields = {**self._session.request_fields(), "return_progress": True, "on_notice": self._on_notice}
         if temperature:
             fields["temperature"] = _number(temperature)
@@ -231,7 +239,7 @@ class ChatLoop:
             say = "temperature 0 gives the same answer again; another one comes with, say, /retry 0.8"
             raise InvalidRequestError(say, param="temperature")
         reply.model = self._info().id
-        messages = self._session.messages(text, images)
+        messages = self._session.messages(text, attached)
         async with aclosing(self._runtime.chat(messages, **fields)) as deltas:
             async for delta in deltas:
                 reply.take(delta)
@@ -296,22 +304,39 @@ class ChatLoop:
         stays = "; the system message stays" if self._session.system else ""
         self._screen.say(_forgotten(self._session.start_over()) + stays)
 
-    async def _image(self, text: str) -> None:
+    async def _attach(self, command: str, text: str) -> None:
         attached = self._session.attached
         if text:
-            await self.attach(text)
+            await self.attach(command, text)
         elif attached:
-            self._screen.say(f"with the next turn: {', '.join(image.name for image in attached)}")
+            self._screen.say(f"with the next turn: {', '.join(one.name for one in attached)}")
         else:
-            self._screen.say("no image goes with the next turn; /image FILE attaches one")
+            what = ATTACHING[command]
+            self._screen.say(f"no {what} goes with the next turn; {command} FILE attaches one")
 
-    async def attach(self, text: str) -> None:
-        """Let an image go with the next turn. Raises StokerError where the model or the file cannot."""
-        require_vision(self._info(), "/image")
-        image = Image(file_of(text))
-        picture, _ = await asyncio.to_thread(image.picture)
-        self._session.attached.append(image)
-        self._screen.say(f"{image.name} goes with the next turn, {picture.width} x {picture.height} pixels")
+    async def attach(self, command: str, text: str) -> None:
+        """Let a file go with the next turn, as that command does.
+
+        Raises:
+            StokerError: the model or the file cannot.
+        """
+        file, info = file_of(text), self._info()
+        match command:
+            case "/audio":
+                require_hearing(info, command)
+                _, report = await asyncio.to_thread(Audio(file).sound, info.hears_hz)
+                one: Attachment = Audio(file)
+                size = f"{report.duration_s:.1f} seconds"
+            case "/file":
+                size = count_text(await num_chars_of(Document(file)), "character")
+                one = Document(file)
+            case _:
+                require_vision(info, command)
+                picture, _ = await asyncio.to_thread(Image(file).picture)
+                one = Image(file)
+                size = f"{picture.width} x {picture.height} pixels"
+        self._session.attached.append(one)
+        self._screen.say(f"{one.name} goes with the next turn, {size}")
 
     async def _save(self, name: str) -> None:
         self._write_file(name, may_replace=False)

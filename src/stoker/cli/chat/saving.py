@@ -8,13 +8,18 @@ from __future__ import annotations
 import json
 from typing import TYPE_CHECKING, Any
 
+from stoker.audio import Audio
+from stoker.documents import Document
 from stoker.errors import InvalidRequestError
+from stoker.images.image import Image
 from stoker.private import write_text
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     from stoker.cli.chat.session import ChatSession
+
+_KEYS = {Image: "images", Audio: "recordings", Document: "documents"}
 
 
 def save(session: ChatSession, file: Path, *, may_replace: bool) -> None:
@@ -39,8 +44,11 @@ def save(session: ChatSession, file: Path, *, may_replace: bool) -> None:
 def _markdown(session: ChatSession) -> str:
     parts = [f"**System**\n\n{session.system}"] if session.system else []
     for exchange in session.exchanges:
-        images = "".join(f"![{image.name}]({image.source!s})\n\n" for image in exchange.images)
-        parts += [f"**You**\n\n{images}{exchange.text}"]
+        links = [
+            f"{'!' if isinstance(one, Image) else ''}[{one.name}]({one.source!s})\n\n"
+            for one in exchange.attached
+        ]
+        parts += [f"**You**\n\n{''.join(links)}{exchange.text}"]
         parts += [f"**{exchange.reply.model}**\n\n{exchange.reply.text.strip()}"]
     return "\n\n".join(parts) + "\n"
 
@@ -48,8 +56,10 @@ def _markdown(session: ChatSession) -> str:
 def _json(session: ChatSession) -> str:
     turns: list[dict[str, Any]] = [{"role": "system", "content": session.system}] if session.system else []
     for exchange in session.exchanges:
-        images = {"images": [str(image.source) for image in exchange.images]} if exchange.images else {}
+        attached: dict[str, list[str]] = {}
+        for one in exchange.attached:
+            attached.setdefault(_KEYS[type(one)], []).append(str(one.source))
         answer = exchange.reply.record()
         content = {"role": "assistant", "content": answer.pop("text").strip()}
-        turns += [{"role": "user", "content": exchange.text, **images}, {**content, **answer}]
+        turns += [{"role": "user", "content": exchange.text, **attached}, {**content, **answer}]
     return json.dumps({"messages": turns}, ensure_ascii=False, indent=2) + "\n"

@@ -1,7 +1,7 @@
 """What has been said in a chat and how the next answer is asked for.
 
-Owns the turns, their images and the figures of the answers. Who shows them and who computes them is the
-loop's.
+Owns the turns, what is attached to them and the figures of the answers. Who shows them and who computes them
+is the loop's.
 """
 
 from __future__ import annotations
@@ -15,10 +15,14 @@ from stoker.wording import count_text
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+    from stoker.audio import Audio
     from stoker.client.requests.stream import TextDelta
+    from stoker.documents import Document
     from stoker.images.image import Image
     from stoker.ipc.request import FinishReason
     from stoker.ipc.usage import Timings, Usage
+
+    Attachment = Image | Audio | Document
 
 WORTH_SAYING_S = 0.1
 """A shorter wait is none to a person."""
@@ -104,7 +108,7 @@ class Exchange:
     """A turn of the user and the answer to it."""
 
     text: str
-    images: tuple[Image, ...]
+    attached: tuple[Attachment, ...]
     reply: ChatReply
 
 
@@ -117,8 +121,8 @@ class ChatSession:
         model: id of the one that answers; None: the default.
         system: the system message; empty: none.
         exchanges: in their order.
-        attached: images that go with the next turn.
-        failed: text and images of the last turn, where no answer to it was kept.
+        attached: images, recordings and documents that go with the next turn.
+        failed: text and attachments of the last turn, where no answer to it was kept.
         num_retries: of the last turn.
     """
 
@@ -126,19 +130,19 @@ class ChatSession:
     model: str | None = None
     system: str = ""
     exchanges: list[Exchange] = field(default_factory=list)
-    attached: list[Image] = field(default_factory=list)
-    failed: tuple[str, tuple[Image, ...]] | None = None
+    attached: list[Attachment] = field(default_factory=list)
+    failed: tuple[str, tuple[Attachment, ...]] | None = None
     num_retries: int = 0
 
-    def messages(self, text: str, images: tuple[Image, ...]) -> list[dict[str, Any]]:
+    def messages(self, text: str, attached: tuple[Attachment, ...]) -> list[dict[str, Any]]:
         """The conversation with a further turn of the user, as the library takes it."""
         turns: list[dict[str, Any]] = [{"role": "system", "content": self.system}] if self.system else []
         for exchange in self.exchanges:
             turns += [
-                _user_turn(exchange.text, exchange.images),
+                _user_turn(exchange.text, exchange.attached),
                 {"role": "assistant", "content": exchange.reply.text.strip()},
             ]
-        return [*turns, _user_turn(text, images)]
+        return [*turns, _user_turn(text, attached)]
 
     def request_fields(self) -> dict[str, Any]:
         """The fields of the next request; each retry of a turn draws with another seed."""
@@ -176,5 +180,5 @@ class ChatSession:
         return usage.prompt_tokens + usage.completion_tokens if usage else 0
 
 
-def _user_turn(text: str, images: tuple[Image, ...]) -> dict[str, Any]:
-    return {"role": "user", "content": [*images, text] if images else text}
+def _user_turn(text: str, attached: tuple[Attachment, ...]) -> dict[str, Any]:
+    return {"role": "user", "content": [*attached, text] if attached else text}

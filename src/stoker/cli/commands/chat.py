@@ -46,6 +46,14 @@ def chat(
         list[Path] | None,
         typer.Option("--image", help="Image before the first turn; repeat for more.", metavar="FILE"),
     ] = None,
+    audio: Annotated[
+        list[Path] | None,
+        typer.Option("--audio", help="Recording before the first turn; repeat for more.", metavar="FILE"),
+    ] = None,
+    file: Annotated[
+        list[Path] | None,
+        typer.Option("--file", help="PDF or text before the first turn; repeat for more.", metavar="FILE"),
+    ] = None,
     no_history: Annotated[
         bool, typer.Option("--no-history", help="Neither read nor write what was typed in earlier chats.")
     ] = False,
@@ -61,16 +69,23 @@ def chat(
     drawn = {name: value for name, value in fields.items() if name != "max_tokens"}
     Sampling(**drawn)  # says what is wrong before a model is loaded
     session = ChatSession(fields, system=system or "")
+    given = (("/image", image), ("/audio", audio), ("/file", file))
+    attached = [(command, str(path)) for command, paths in given for path in paths or ()]
     with no_echo():
         num_failed = asyncio.run(
-            _chat(target, session, image or [], has_history=not no_history, as_json=as_json)
+            _chat(target, session, attached, has_history=not no_history, as_json=as_json)
         )
     if num_failed and not sys.stdin.isatty():
         raise typer.Exit(ExitCode.FAULT)
 
 
 async def _chat(
-    target: Target, session: ChatSession, images: Sequence[Path], *, has_history: bool, as_json: bool
+    target: Target,
+    session: ChatSession,
+    attached: Sequence[tuple[str, str]],
+    *,
+    has_history: bool,
+    as_json: bool,
 ) -> int:
     """Talk until the last line; how many turns and commands have failed."""
     from stoker.cli.chat.loop import ChatLoop
@@ -86,8 +101,8 @@ async def _chat(
             with NotesHandler(asyncio.get_running_loop(), loop.note):
                 if sys.stdin.isatty():
                     screen.say(f"{asked.model}: /help says what can be done")
-                for image in images:
-                    await loop.attach(str(image))
+                for command, path in attached:
+                    await loop.attach(command, path)
                 await loop.run()
     return loop.num_failed
 
