@@ -196,7 +196,7 @@ def test_a_prompt_is_counted_as_it_would_be_computed(scripted, claude):
 
 def test_an_error_names_the_block_that_was_sent(scripted_http):
     """S3: not the place in the chat completion that it becomes; in the message too."""
-    blocks = [{"type": "text", "text": "a"}, {"type": "document", "source": {}}]
+    blocks = [{"type": "text", "text": "a"}, {"type": "search_result", "source": {}}]
     body = {**ASK, "system": "s", "messages": [*HELLO, {"role": "user", "content": blocks}]}
     error = scripted_http.post("/v1/messages", json=body).json()["error"]
     assert error["param"] == "messages.1.content.1"
