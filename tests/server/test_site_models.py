@@ -20,6 +20,7 @@ from stoker.remote.bodies import request_body
 from stoker.runtime import Runtime
 from stoker.server.app import create_app, server_context
 from stoker.settings import EngineSettings, ServerSettings, load_settings
+from stoker.site_settings import hash_of
 
 FAKE = "fake:eog_period=0"
 SLOW = f"{FAKE},step_delay_s=0.005"
@@ -158,17 +159,13 @@ async def test_a_changed_model_serves_on_and_a_removed_one_ends_its_requests():
         for stream in streams:
             await anext(stream)
         async with asyncio.timeout(60):
-            events = runtime.events()
-            await anext(events)
             await runtime.take_settings(settings_of(after))
             assert runtime.resolve("c").id == "chat"
             with pytest.raises(ModelNotFoundError):
                 runtime.resolve("old")
+            assert list(states(runtime)) == ["new", "chat"]
             ends = [[event async for event in stream][-1] for stream in streams]
             assert [end.usage.completion_tokens for end in ends] == [300, 300]
-            while len(states(runtime)) > 2:
-                await anext(events)
-        assert list(states(runtime)) == ["new", "chat"]
 
 
 async def test_a_removed_model_stays_for_the_requests_that_wait_for_its_one_slot():
@@ -187,9 +184,9 @@ async def test_a_removed_model_stays_for_the_requests_that_wait_for_its_one_slot
         ends = [[event async for event in stream][-1] for stream in streams]
         assert [end.usage.completion_tokens for end in ends] == [20] * 3
         async with asyncio.timeout(60):
-            while len(states(runtime)) > 1:
+            while "absent" not in (told := [each.state for each in loads if each.model == "old"]):
                 await anext(events)
-        assert not [each for each in loads if each.model == "old" and each.state == "loading"]
+        assert "loading" not in told
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="there is no SIGKILL")
@@ -198,7 +195,8 @@ async def test_a_removed_model_is_known_to_a_new_engine_while_a_stream_needs_it(
     before = {"chat": {"file": FAKE}, "old": {"file": SLOW, "load": True}}
     settings = EngineSettings(model_tables=before, run_dir=tmp_path, cache_dir=tmp_path)
     async with Runtime(settings=settings) as runtime, asyncio.timeout(60):
-        events = runtime.events()
+        events, loads = runtime.events(), []
+        runtime.on_load = lambda each: loads.append((each.model, each.state))
         await anext(events)
         stream = runtime.stream(GenerateRequest(prompt="x", model="old", max_tokens=200))
         while not isinstance(await anext(stream), Delta):
@@ -207,7 +205,7 @@ async def test_a_removed_model_is_known_to_a_new_engine_while_a_stream_needs_it(
         os.kill((await runtime.status()).pid, signal.SIGKILL)
         told = [event async for event in stream]
         assert (type(told[-1]), told[-1].usage.completion_tokens) == (Finished, 200)
-        while len(states(runtime)) > 1:
+        while ("old", "absent") not in loads:
             await anext(events)
 
 
@@ -242,6 +240,11 @@ def test_tables_and_a_list_of_models_are_told_apart(tmp_path):
     assert (engine.models, engine.model_tables["chat"].file) == (("chat",), "x.gguf")
 
 
+def _key(key):
+    """The table of a key, named like it."""
+    return f'[keys.{key}]\nhash = "{hash_of(key.encode())}"\nadmin = true\n'
+
+
 async def _streamed(http, model):
     """How many tokens a stream has delivered, and its finish reason."""
     body = {"model": model, "prompt": "x", "max_tokens": 300, "stream": True, "ignore_eos": True}
@@ -256,7 +259,7 @@ async def _streamed(http, model):
 async def test_a_sighup_under_twenty_streams_loses_none_on_fake(tmp_path):
     """G7: models and keys of the file hold without a restart, and every stream comes to its end."""
     file = tmp_path / "stoker.toml"
-    text = f'port = 0\n[models.chat]\nfile = "{SLOW}"\nload = true\nslots = 4\n'
+    text = f'port = 0\n[models.chat]\nfile = "{SLOW}"\nload = true\nslots = 4\n{_key("first")}'
     file.write_text(text + f'[models.old]\nfile = "{SLOW}"\nload = true\n', encoding="utf-8")
     names = ("CACHE", "STATE", "DATA")
     env = os.environ | {f"XDG_{name}_HOME": str(tmp_path / name) for name in names}
@@ -266,7 +269,10 @@ async def test_a_sighup_under_twenty_streams_loses_none_on_fake(tmp_path):
     try:
         line = await process.stdout.readline()
         url = f"http://127.0.0.1:{json.loads(line)['port']}"
-        async with httpx.AsyncClient(base_url=url, timeout=60) as http, asyncio.timeout(120):
+        known = {"Authorization": "Bearer first"}
+        other = {"Authorization": "Bearer second"}
+        async with httpx.AsyncClient(base_url=url, timeout=60, headers=known) as http, asyncio.timeout(120):
+            assert (await http.get("/v1/models", headers=other)).status_code == 401
             models = ["chat", "old"] * (NUM_STREAMS // 2)
             streams = [asyncio.ensure_future(_streamed(http, model)) for model in models]
             while len((await http.get("/v1/runtime")).json()["requests"]) < NUM_STREAMS:
@@ -274,7 +280,7 @@ async def test_a_sighup_under_twenty_streams_loses_none_on_fake(tmp_path):
             events = http.stream("GET", "/v1/runtime/events")
             async with events as answer:
                 changed = text.replace("slots = 4", 'slots = 6\naliases = ["gpt"]')
-                file.write_text(changed, encoding="utf-8")
+                file.write_text(changed + _key("second"), encoding="utf-8")
                 process.send_signal(signal.SIGHUP)
                 async for _ in answer.aiter_lines():
                     listed = (await http.get("/v1/models")).json()["data"]
@@ -284,6 +290,7 @@ async def test_a_sighup_under_twenty_streams_loses_none_on_fake(tmp_path):
             gone = await http.post("/v1/completions", json={"model": "old", "prompt": "x"})
             named = await http.post("/v1/completions", json={"model": "gpt", "prompt": "x", "max_tokens": 1})
             assert (gone.status_code, named.status_code) == (404, 200)
+            assert (await http.get("/v1/models", headers=other)).status_code == 200
     finally:
         process.terminate()
         assert await process.wait() == 0
