@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from stoker.client.requests.call_moves import CallMoves
-from stoker.client.requests.moves import LOADING, RequestMoves, ShownState
+from stoker.client.requests.moves import LOADING, MAX_MOVES, RequestMoves, ShownState
 from stoker.ipc.events import Admitted, Parked, Preparing, Queued, Waiting
 
 
@@ -115,6 +115,15 @@ def test_the_reason_is_that_of_the_first_which_waits(call: Call) -> None:
     assert call.story == [*BEGINNING, ("queued", "no free slot")]
     call.happens("a", Queued("a", 0, awaits_model=True))
     assert call.story[-1] == ("queued", LOADING)
+
+
+def test_the_last_moves_are_kept_and_all_are_counted() -> None:
+    """SPEC O20: of a request that is parked again and again."""
+    moves = RequestMoves(1)
+    for number in range(MAX_MOVES + 6):
+        moves.all_move(ShownState.QUEUED, float(number), f"reason {number}")
+    assert (len(moves.listed), moves.num_moves) == (MAX_MOVES, MAX_MOVES + 6)
+    assert moves.listed[0].reason == "reason 6"
 
 
 def test_an_engine_that_goes_holds_the_call_when_it_has_none_of_it(call: Call) -> None:

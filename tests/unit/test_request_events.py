@@ -6,7 +6,7 @@ import asyncio
 import json
 import time
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import aclosing, asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +16,13 @@ from stoker import GenerateRequest, Runtime
 from stoker.client.event_bus import EventBus, Snapshot
 from stoker.client.requests.history import MAX_RECENT, RequestHistory
 from stoker.client.requests.meter import RequestMeter, Wait, tokens_per_second
-from stoker.client.requests.record import RequestRecord
+from stoker.client.requests.record import RequestRecord, Stage
 from stoker.client.requests.table import RequestTable
 from stoker.errors import ModelNotFoundError, QueueFullError
-from stoker.ipc.events import Admitted, Delta, Parked, Paused, Preparing, Queued, Resumed
+from stoker.ipc.events import Admitted, Delta, Parked, Paused, Preparing, Queued, Resumed, Waiting
 from stoker.ipc.request import Priority
 from stoker.ipc.usage import CacheSource
+from stoker.server.native.events import veiled
 
 FIELDS = {
     *("request_id", "what", "model", "priority", "kind", "route", "arrived_at", "prompt_tokens"),
@@ -201,6 +202,23 @@ def test_the_longest_wait_is_named_and_a_short_one_is_not() -> None:
     assert (meter.num_parks, meter.waited_s(Wait.PARKED, 200.0)) == (1, 5.0)
 
 
+def test_the_time_that_a_choice_is_parked_is_between_no_tokens() -> None:
+    """SPEC O22: of the choice that gave its slot away; the others write on."""
+    meter = metered()
+    other = Delta(request_id="r", index=1, token_ids=[1])
+    for at in (103.0, 103.25):
+        meter.take(delta(), at)
+        meter.take(other, at)
+    meter.take(Parked(request_id="r", index=0, form="cells", reason="room"), 103.5)
+    meter.take(other, 104.25)
+    meter.take(Admitted("r"), 109.0)
+    meter.take(delta(), 109.5)
+    meter.take(delta(), 109.75)
+    found = meter.gaps.status()
+    assert found is not None
+    assert (found.max, found.mean) == (1000.0, pytest.approx((250 + 250 + 1000 + 250) / 4))
+
+
 def test_a_pause_is_the_callers_and_a_suspension_the_machines() -> None:
     """SPEC O3: both stop a request; a pause while the engine is suspended is not another wait."""
     meter = metered()
@@ -250,3 +268,19 @@ async def test_subscribers_are_told_how_much_is_written_and_nobody_else_is(tmp_p
     write(10.0)
     assert bus._num_published == published
     table.close()
+
+
+async def test_a_place_that_is_told_again_says_who_its_reason_names(tmp_path: Path) -> None:
+    """SPEC O20, S4: without a move that would; else another key is told the name."""
+    table, bus = RequestTable(tmp_path), EventBus()
+    history = RequestHistory(table, bus, lambda _: True)
+    record = RequestRecord("r", GenerateRequest(prompt="x", model="m"), 0.0)
+    record.stage = Stage.QUEUED
+    table.add(record)
+    async with aclosing(bus.subscribe(lambda: Snapshot({}))) as events:
+        await anext(events)
+        history.took(Waiting(request_id="r", index=0, reason="waits for theirs", by="theirs"))
+        history.took(Queued("r", 2))
+        _, again = (await anext(events)).fields, (await anext(events)).fields
+    assert (again["what"], again["waits_for"], again["by"]) == ("queued", "waits for theirs", "theirs")
+    assert "theirs" not in json.dumps(veiled(again, lambda _: False))
