@@ -273,6 +273,26 @@ def test_rows_come_in_plan_order_for_the_last_tokens_of_each_item(any_generating
         assert_near(any_generating, row, feed(any_generating, 0, tokens[:end])[0])
 
 
+def test_decode_rows_known_as_such_are_those_of_any_plan(any_generating: Backend) -> None:
+    """SPEC Q9: a step of decode rows may take a shorter way; a bad row changes nothing in it."""
+    parts = [prompt(any_generating), prompt(any_generating)[:7], prompt(any_generating)[3:12]]
+
+    def rows(first: int, *, is_rows: bool) -> Rows:
+        for seq, part in enumerate(parts, start=first):
+            feed(any_generating, seq, part, 0)
+        items = tuple(PlanItem(first + at, len(part), (part[at],), 1) for at, part in enumerate(parts))
+        found = any_generating.launch(BatchPlan(items, is_rows)).rows().copy()
+        assert [any_generating.length(first + at) for at in range(3)] == [len(part) + 1 for part in parts]
+        return found
+
+    assert_near(any_generating, rows(0, is_rows=True), rows(3, is_rows=False))
+    length = any_generating.length(0)
+    bad = PlanItem(1, any_generating.length(1), (any_generating.capabilities.n_vocab,), 1)
+    with pytest.raises(StepFailedError):
+        any_generating.launch(BatchPlan((PlanItem(0, length, (4,), 1), bad), is_rows=True)).rows()
+    assert any_generating.length(0) == length
+
+
 def test_a_step_that_asks_for_nothing_returns_no_rows(any_generating: Backend) -> None:
     """SPEC Q9: prefill chunks ask for no logits."""
     rows = feed(any_generating, 0, prompt(any_generating), 0)

@@ -61,6 +61,25 @@ def test_the_line_keeps_arrival_order_inside_a_class():
     assert [s.key.request_id for s in machine.queue] == ["i1", "i2", "b1", "b2"]
 
 
+def test_rows_that_decode_go_on_undisturbed_until_their_cells_are_taken():
+    """Q9, Q12: a pool no larger than a batch is no reason to look at everything before each step."""
+    machine = scheduler(num_cells=64, n_batch=64)
+    for name in "ab":
+        machine.enqueue(sequence(name, 20), 0.0)
+    step(machine)
+    step(machine)  # what was raised or left behind was looked at
+    steps = 0
+    while machine.is_steady(0.0):
+        plan = machine.plan()
+        assert plan.is_rows
+        machine.computed(plan, 0.0)
+        for part in plan.parts:
+            part.sequence.tokens.append(7)
+        machine.check()
+        steps += 1
+    assert machine.cells.free < 2 <= steps, "then one of them has to give way"
+
+
 def test_a_freed_slot_goes_to_the_head_of_the_line_and_not_to_a_later_arrival():
     """Q5."""
     machine = scheduler(num_slots=1)

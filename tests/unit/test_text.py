@@ -24,6 +24,7 @@ def test_an_incomplete_character_waits_and_becomes_a_replacement_at_the_end():
     assert assembler.push(b"") == ""
     assert assembler.flush() == "\ufffd"
     assert assembler.flush() == ""
+    assert assembler.push(b"next") == "next", "nothing is held of what was flushed"
 
 
 def test_bytes_that_cannot_become_a_character_are_replaced_at_once():
