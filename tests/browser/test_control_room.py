@@ -47,6 +47,7 @@ async def test_a_job_gives_its_slot_to_somebody_and_goes_on(open_page, serve):
         answers = [answer.json() for answer in await asyncio.gather(done, answered)]
         assert [answer["usage"]["completion_tokens"] for answer in answers] == [80, 40]
         await expect(bars(page, job)).to_have_count(2)
+        await expect(page.locator(".canvas .handover")).to_have_count(1)
         await bars(page, job).first.click()
         told = story(page, job)
         await expect(told).to_contain_text(f"gave its slot to {brief(you)} (interactive)")
@@ -176,6 +177,30 @@ async def test_the_engine_is_suspended_and_woken_from_the_page(open_page, serve)
         await expect(story(page, name)).to_contain_text("suspended")
 
 
+async def test_a_key_steers_its_own_requests_from_the_page(open_page, serve, tmp_path):
+    """U3: as over the API; another key's are not there."""
+    keys = tmp_path / "keys"
+    keys.write_text("key-one\nkey-two\n", encoding="utf-8")
+    async with serve("-m", f"fake:id=one,{SLOW}", "--api-key-file", str(keys)) as server:
+        heads = [{"Authorization": f"Bearer {key}"} for key in ("key-one", "key-two")]
+        body = {"prompt": "hi", "max_tokens": 10_000}
+        tasks = [
+            asyncio.create_task(server.http.post("/v1/completions", json=body, headers=head))
+            for head in heads
+        ]
+        page = await open_page(server.url)
+        dialog = page.get_by_role("dialog", name="Key")
+        await dialog.get_by_label("API key").fill("key-one")
+        await page.keyboard.press("Enter")
+        mine = page.locator(".canvas button.bar:not(.cluster)")
+        await expect(mine).to_have_count(1)
+        await mine.click()
+        await page.get_by_role("button", name="Cancel").click()
+        assert (await tasks[0]).json()["choices"][0]["finish_reason"] == "cancelled"
+        await expect(page.get_by_role("button", name="Pause")).to_have_count(0)
+        assert not tasks[1].done()
+
+
 async def test_who_may_not_steer_is_offered_nothing(open_page, serve, tmp_path):
     """U3: the buttons are gone, and the API refuses the same."""
     keys, admins = tmp_path / "keys", tmp_path / "admins"
@@ -280,6 +305,14 @@ async def test_a_recording_offers_nothing_to_steer(open_page, replayed):
         await expect(page.locator(".standing")).to_have_text("recording")
         await expect(page.locator(".models")).to_be_visible()
         for name in ("Unload", "Load", "Pin"):
+            await expect(page.get_by_role("button", name=name, exact=True)).to_have_count(0)
+        await page.goto(f"{server.url}/ui#/machine")
+        await expect(page.get_by_role("region", name="Engine", exact=True)).to_be_visible()
+        await expect(page.get_by_role("button", name="Suspend")).to_have_count(0)
+        await page.goto(f"{server.url}/ui#/now")
+        await page.locator(".canvas button.bar.open").first.click()
+        await expect(page.locator(".drawer")).to_contain_text("Story")
+        for name in ("Pause", "Resume", "Cancel"):
             await expect(page.get_by_role("button", name=name, exact=True)).to_have_count(0)
 
 

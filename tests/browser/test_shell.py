@@ -92,9 +92,13 @@ async def test_a_stream_that_is_lost_comes_back_by_itself(open_page, serve):
     async with serve(*OPTIONS, "--port", port) as server:
         page = await open_page(server.url)
         await standing(page)
+        heads = []
+        page.on("request", lambda request: heads.append(request.headers))
     await standing(page, re.compile("(lost|connecting).*as of"))
     async with serve(*OPTIONS, "--port", port):
         await standing(page)
+    assert all(head["last-event-id"] for head in heads if head["accept"] == "text/event-stream")
+    assert heads
 
 
 async def test_events_are_read_however_they_are_cut(open_page, server):

@@ -133,7 +133,8 @@ async def test_a_preemption_is_one_bar_that_gives_way_to_another_and_goes_on(pag
             const story = storyOf(requestOf(state, 'job'), state.at);
             return { bars: barsOf(found).map((bar) => [bar.id, bar.from, bar.to]), handovers: found.handovers,
                      sidings: found.models[0].lanes[0].sidings.flat().map((wait) => wait.segments[0].kind),
-                     story: story.map((each) => each.text) };
+                     story: story.map((each) => each.text),
+                     parks: after(documents.slice(0, 6)).live.get('job').num_parks };
         }""",
         handed_over(),
     )
@@ -146,6 +147,7 @@ async def test_a_preemption_is_one_bar_that_gives_way_to_another_and_goes_on(pag
     assert (handover["giver"]["id"], handover["taker"]["id"]) == ("job", "person")
     assert (handover["giver"]["slot"], handover["taker"]["slot"]) == (0, 0)
     assert "parked" in found["sidings"]
+    assert found["parks"] == 1
     assert found["story"][-4:] == [
         "gave its slot to person (interactive)",
         "goes on in slot 0",
@@ -339,7 +341,7 @@ MOUNT = """async (documents) => {
     document.getElementById('app').remove();
     const state = after(documents);
     const props = { state, now: state.at + 1, actions: { pause: async (id) => (window.paused = id) } };
-    const may = { administrate: window.is_operator };
+    const may = { administrate: window.is_operator, steer: window.is_operator };
     const show = (requestId) => render(html`<${View} ...${props} may=${may} open=${show} />
         ${requestId && html`<${RequestDrawer} ...${{ ...props, may, requestId, open: show }} />`}`, box);
     show(null);
@@ -363,6 +365,18 @@ async def test_lanes_are_walked_by_arrow_keys_and_a_story_opens_and_closes(page)
     await page.keyboard.press("Escape")
     await expect(drawer).to_have_count(0)
     await expect(page.locator(".bar:focus")).to_have_attribute("aria-label", re.compile("^job"))
+
+
+async def test_many_bars_are_drawn_over_some_frames(page):
+    """U12: in the end all of them."""
+    documents = [snapshot()]
+    for number in range(150):
+        at = START + 2 * number
+        documents += [arrived(f"r{number}", at), moved(f"r{number}", at, "decode", slot=number % 2)]
+        end = {"what": "finished", "finish_reason": "stop"}
+        documents.append(moved(f"r{number}", at + 1.9, "ended", reason="stop", **end))
+    await page.evaluate(MOUNT, documents)
+    await expect(page.locator(".canvas .bar")).to_have_count(150)
 
 
 async def test_lanes_are_there_as_a_table(page):

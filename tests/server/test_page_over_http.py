@@ -14,7 +14,7 @@ from hatchling.builders.wheel import WheelBuilder
 from stand_in import StandInRuntime
 
 from stoker.server.app import create_app, server_context
-from stoker.server.ui.page import STATIC, shipped_page
+from stoker.server.ui.page import STATIC, Page, shipped_page
 from stoker.settings import ServerSettings
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -66,6 +66,18 @@ async def test_the_page_names_files_that_are_kept_for_good():
             assert answer.status_code == httpx.codes.OK, address
             assert "immutable" in answer.headers["cache-control"]
             assert answer.headers["x-content-type-options"] == "nosniff"
+
+
+def test_another_content_has_another_address(tmp_path):
+    """U1: what a browser keeps for good is never what another version has there; names count too."""
+    digests = []
+    for name, content in (("a.js", "one"), ("a.js", "two"), ("b.js", "two")):
+        for path in tmp_path.iterdir():
+            path.unlink()
+        (tmp_path / name).write_text(content, encoding="utf-8")
+        digests += [Page.read(tmp_path).digest, Page.read(tmp_path).digest]
+    assert digests[::2] == digests[1::2]
+    assert len(set(digests)) == 3
 
 
 @pytest.mark.parametrize("name", ["%2e%2e/page.py", "..%2f..%2fpage.py", "index.html", "no-such.js", ""])

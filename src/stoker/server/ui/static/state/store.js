@@ -13,7 +13,7 @@ export function initialState() {
 	return {
 		at: 0, // of the newest document, seconds since the epoch
 		version: "",
-		may: { administrate: false, texts: false },
+		may: {},
 		engine: { state: "unknown", reason: "", restarts: 0, label: "", since: 0 },
 		slots: new Map(), // "model/slot" -> {model, slot}
 		live: new Map(), // request_id -> row
@@ -62,7 +62,7 @@ const APPLY = Object.assign(Object.create(null), {
 function tookSnapshot(draft, doc) {
 	const state = draft.state;
 	state.version = doc.version ?? state.version;
-	state.may = { administrate: Boolean(doc.may?.administrate), texts: Boolean(doc.may?.texts) };
+	state.may = { ...doc.may, steer: !doc.replay }; // only requests that one may steer are told of
 	if (doc.dropped) {
 		state.num_lost += doc.dropped;
 		notice(draft, doc.at, "page", "warn", `${doc.dropped} events came faster than this page read them`);

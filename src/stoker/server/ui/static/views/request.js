@@ -38,7 +38,7 @@ function Story({ row, now, actions, may, open }) {
 			${!is_live && html`<${Level} level=${row.error ? "bad" : ""}>${endWords(row)}<//>`}
 			${is_live && row.waits_for && html`<span class="muted">${briefly(row.waits_for)}</span>`}
 		</p>
-		${is_live && may.administrate && html`<${Controls} row=${row} actions=${actions} />`}
+		${is_live && may.steer && html`<${Controls} row=${row} actions=${actions} />`}
 		<${Course} row=${row} now=${now} />
 		<h3>Times</h3><${Times} row=${row} now=${now} />
 		<h3>Tokens</h3><${Tokens} row=${row} />
@@ -53,7 +53,7 @@ function Controls({ row, actions }) {
 	return html`<div class="buttons">
 		${row.state === "paused"
 			? html`<${ActButton} act=${() => actions.resume(id)}>Resume<//>`
-			: html`<${ActButton} act=${() => actions.pause(id)}>Pause<//>`}
+			: row.kind !== "load" && html`<${ActButton} act=${() => actions.pause(id)}>Pause<//>`}
 		<${ActButton} danger act=${() => actions.cancel(id)}>Cancel<//>
 	</div>`;
 }
