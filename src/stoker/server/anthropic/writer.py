@@ -23,7 +23,7 @@ from stoker.ipc.events import Admitted, PrefillProgress
 from stoker.ipc.request import FinishReason, Priority
 from stoker.ipc.usage import Usage
 from stoker.server.errors import messages_error
-from stoker.server.openai.timings import timings_fields
+from stoker.server.openai.answers import timings_fields
 from stoker.server.sse import PROGRESS_EVENT, Ending, progress_fields, typed_frames
 from stoker.server.streaming import AnswerReading
 

@@ -24,8 +24,8 @@ from stoker.chat.answer_events import (
 from stoker.ipc.events import PrefillProgress
 from stoker.ipc.request import FinishReason
 from stoker.ipc.usage import Usage
+from stoker.server.openai.answers import timings_fields
 from stoker.server.openai.responses.items import item_id, sealed
-from stoker.server.openai.timings import timings_fields
 from stoker.server.sse import DONE, PROGRESS_EVENT, Ending, progress_fields, typed_frames
 from stoker.server.streaming import AnswerReading
 
