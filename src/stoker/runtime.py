@@ -571,7 +571,7 @@ class Runtime:
             MachineError: too many wait, or no process can be started.
         """
         info = self.resolve(model)
-        read = await self._client.documents.read(messages, owner)
+        read = await self._client.with_documents(messages, owner)
         job, images = await asyncio.to_thread(chat_job, info, read, offer, template_args)
         return planned(job, images, await asyncio.wrap_future(self._client.lay_out(job, owner)))
 

@@ -64,7 +64,7 @@ ALLOWED = {
     "chat": {"errors", "json_size"},
     "audio": BASE | {"ipc", "settings"},
     "images": BASE | {"ipc", "settings", "machine", "audio"},
-    "documents": BASE | {"ipc", "settings", "images"},
+    "documents": BASE | {"ipc", "settings", "chat", "images"},
     "power": {"errors"},
     "client.worker": {"errors", "wording", "ipc", "chat", "documents", "grammar"},
     "client": BASE

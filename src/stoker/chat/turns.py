@@ -19,6 +19,8 @@ from typing import Any, Protocol
 from stoker.errors import InvalidRequestError
 
 _SYSTEM_ROLES = frozenset({"system", "developer"})
+DOCUMENT_PARTS = frozenset({"file", "input_file", "document"})
+"""Types of the parts that are documents."""
 _CHANGING_LINE = re.compile(r"^[ \t]*x-anthropic-billing-header:[^\n]*\n?", re.IGNORECASE | re.MULTILINE)
 """A coding agent writes it into its system prompt, with another value each time, which would make what was
 computed of the whole conversation useless."""
@@ -48,6 +50,18 @@ def _without_line(content: Any) -> Any:
         elif kept:
             parts.append({**part, "text": kept})
     return parts
+
+
+def may_hold_documents(messages: object) -> bool:
+    """Whether a part may be a document: by its type, or as an object of the application's own."""
+    if isinstance(messages, str) or not isinstance(messages, Sequence):
+        return False
+    contents = [turn.get("content") for turn in messages if isinstance(turn, Mapping)]
+    parts = [part for content in contents if isinstance(content, list | tuple) for part in content]
+    return any(
+        part.get("type") in DOCUMENT_PARTS if isinstance(part, Mapping) else not isinstance(part, str)
+        for part in parts
+    )
 
 
 def text_of(content: Any) -> str:

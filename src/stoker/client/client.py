@@ -17,6 +17,7 @@ import msgspec
 
 from stoker.audio.limits import AudioLimits
 from stoker.chat.conversation import Layout
+from stoker.chat.turns import may_hold_documents
 from stoker.client.documents import DocumentReader
 from stoker.client.event_bus import EventBus, Snapshot
 from stoker.client.models.specs import ModelSource
@@ -30,6 +31,7 @@ from stoker.client.supervisor import EngineSupervisor
 from stoker.client.worker.jobs import TranslateGrammar
 from stoker.client.worker.pool import WorkerPool
 from stoker.documents.limits import DocumentLimits
+from stoker.documents.turns import Messages
 from stoker.errors import (
     InvalidRequestError,
     ModelNotFoundError,
@@ -332,6 +334,10 @@ class Client:
         finally:
             self.on_call(group.status(), outcome)
             supervisor.requests.history.call_ended(group, end)
+
+    async def with_documents(self, messages: Messages, owner: str) -> Messages:
+        """The conversation with its documents read; see `DocumentReader.read`."""
+        return await self.documents.read(messages, owner) if may_hold_documents(messages) else messages
 
     def lay_out(self, job: RenderChat, owner: str = "") -> Future[Layout]:
         """Render a conversation in a worker process; `owner` is as in `Runtime.prepare_chat`.

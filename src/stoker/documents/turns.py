@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from stoker.chat.turns import DOCUMENT_PARTS
 from stoker.documents.document import DEFAULT_NAME, Document
 from stoker.documents.limits import MAX_CONTEXT_CHARS, MAX_DOCUMENTS, MAX_NAME_CHARS
 from stoker.errors import InvalidRequestError, UnsupportedError
@@ -19,7 +20,7 @@ from stoker.ipc.request import IMAGE_MARKER
 Messages = str | Sequence[Mapping[str, Any]]
 """A conversation in OpenAI's form; a text is one turn, the user's, and has no documents."""
 
-_KINDS = frozenset({"file", "input_file", "document"})
+_KINDS = DOCUMENT_PARTS
 _UNSAFE = re.compile(r'[\x00-\x1f\x7f"<>]+')
 _BROKEN_MARKER = IMAGE_MARKER.replace("<", "< ")
 _END = "</document>"

@@ -11,7 +11,7 @@ from typing_extensions import TypedDict
 
 from stoker.chat.conversation import ToolOffer
 from stoker.chat.reasoning import reasoning_of
-from stoker.documents.turns import has_documents
+from stoker.chat.turns import may_hold_documents
 from stoker.errors import InvalidRequestError, UnsupportedError
 from stoker.ipc.constraint import Constraint
 from stoker.ipc.request import MAX_TOKENS, check_range
@@ -304,6 +304,6 @@ async def laid_out(
         StokerError: as the runtime's.
     """
     preparing = context.runtime.prepare_chat(turns, **how)
-    if not has_documents(turns):
+    if not may_hold_documents(turns):
         return await preparing
     return await while_connected(preparing, request.receive)
