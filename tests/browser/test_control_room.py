@@ -209,6 +209,8 @@ async def test_who_may_not_steer_is_offered_nothing(open_page, serve, tmp_path):
     options = ("--api-key-file", str(keys), "--admin-key-file", str(admins))
     async with serve("-m", "fake:id=one", *options) as server:
         page = await open_page(server.url, "#/memory")
+        heads = []
+        page.on("request", lambda request: heads.append(request.headers))
         dialog = page.get_by_role("dialog", name="Key")
         await expect(dialog).to_contain_text("This server asks for a key.")
         for given, offered in (("key-user", 0), ("key-admin", 1)):
@@ -220,6 +222,8 @@ async def test_who_may_not_steer_is_offered_nothing(open_page, serve, tmp_path):
             answer = await server.http.post("/v1/runtime/models/pin", json={"model": "one"}, headers=head)
             assert answer.status_code == (200 if offered else 403)
             await page.get_by_role("button", name="Key: one is set").click()
+        assert heads
+        assert not [head for head in heads if "last-event-id" in head]  # each key begins anew
 
 
 # ---------------------------------------------------------------- a recording
