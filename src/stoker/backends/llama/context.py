@@ -215,7 +215,7 @@ class LlamaContext:
     def _takes_rows(self) -> bool:
         """Whether decode rows go as they are into one call, which has computed them when it returns."""
         is_on_cpu = self.abort_flag is not None
-        is_bare = not (self.has_streams or self._sets or self.places)
+        is_bare = not (self.has_streams or self._sets or self.places) and self.draws is None
         return is_on_cpu and is_bare and self._current == NONE
 
     def _computed_rows(self, plan: BatchPlan) -> Computed:
