@@ -262,9 +262,6 @@ class EngineLoop:
             runner.schedule(now)
             self._flush()  # admissions are published before a step that may crash
             runner.step(self._clock.now())
-            self._flush()  # readers have their text while steps are learned from
-            if self._timer.is_behind:
-                self._timer.learn()
             self._busy_s, self._is_clean = self._clock.now(), False
             self._runners.served(runner, self._busy_s - now)
             if self._runners.throttle.halves_time:

@@ -276,12 +276,11 @@ class StepRunner:
             self.finish(now)
 
     def deliver(self) -> None:
-        """Text, stop strings, log probabilities and events of what was drawn.
+        """Text, stop strings, log probabilities and events of what was drawn, and what steps have taught.
 
-        A device computes meanwhile: whatever the next launch does not need is done here, with what steps have
-        taught. Without one readers come first; the loop learns when they have their text.
+        The device may compute meanwhile: whatever the next launch does not need is done here.
         """
-        if self._overlaps and self._timer.is_behind:
+        if self._timer.is_behind:
             self._timer.learn()
             self._scheduler.note_steps()
         self._postprocess.deliver()
