@@ -93,11 +93,13 @@ def test_what_is_not_stored_cannot_be_gone_on_from(client):
 
 
 def test_the_output_of_a_call_that_nobody_made_is_refused(client):
-    """W4: where a stored response is continued; its place is named."""
-    first = made(client)
+    """W4: whether or not a stored response is continued; its place is named."""
     output = {"type": "function_call_output", "call_id": "call_x", "output": "o"}
-    answer = client.post(RESPONSES, json={"input": [output], "previous_response_id": first["id"]})
-    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "input.0.call_id")
+    for continued in ({}, {"previous_response_id": made(client)["id"]}):
+        answer = client.post(RESPONSES, json={"input": [output], **continued})
+        error = answer.json()["error"]
+        assert (answer.status_code, error["param"]) == (400, "input.0.call_id")
+        assert "no tool call found for function call output with call_id 'call_x'" in error["message"]
 
 
 def test_the_items_of_an_input_are_listed_in_pages(client):

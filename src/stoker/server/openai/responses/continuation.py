@@ -45,8 +45,7 @@ class AskedResponse:
 
     def to_chat(self) -> Translation:
         """The chat completion that asks for the same. Raises InvalidRequestError, UnsupportedError."""
-        if self.body.previous_response_id:
-            check_outputs(self.earlier, self.body.own_items)
+        check_outputs(self.earlier, self.body.own_items)
         return self.body.to_chat(self.earlier)
 
     def items(self, response_id: str) -> list[dict[str, Any]]:

@@ -65,7 +65,10 @@ def check_outputs(earlier: Iterable[Item], items: Sequence[Item]) -> None:
     for index, item in enumerate(items):
         if item.get("type") == "function_call_output" and item.get("call_id") not in calls:
             place = f"input.{index}.call_id"
-            text = f"{place}: no tool call found for the output of {str(item.get('call_id'))[:80]!r}"
+            text = (
+                f"no tool call found for function call output with call_id {str(item.get('call_id'))[:80]!r}"
+            )
+            text = f"{place}: {text}"
             raise InvalidRequestError(text, param=place)
 
 

@@ -178,7 +178,7 @@ class ResponseBuilder:
         written: list[Json] = []
         if self._open is None or self._open["type"] != kind:
             item: Json = {
-                "id": item_id(self._head.id, kind, len(self._output)),
+                "id": self._next_id(kind),
                 "type": kind,
                 "status": "in_progress",
                 "content": [],
