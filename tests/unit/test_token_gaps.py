@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from stoker.client.requests.meter import MAX_CLASSES, TokenGaps
+from stoker.client.requests.meter import MAX_GAP_CLASSES, TokenGaps
 
 ERROR = 0.025
 
@@ -63,5 +63,5 @@ def test_time_in_which_a_choice_stands_still_is_no_gap() -> None:
 def test_whatever_the_gaps_are_memory_has_a_bound() -> None:
     """SPEC O22: from nothing to hours."""
     gaps = gaps_of([0.0, 1e-9, 1e6, *(1e-6 * 1.01**power for power in range(3000))])
-    assert len(gaps._counts) <= MAX_CLASSES
+    assert len(gaps._counts) <= MAX_GAP_CLASSES
     assert TokenGaps().status() is None

@@ -119,6 +119,15 @@ class _Subscriber:
         return event
 
 
+def _ignore(_told: object) -> None:
+    """What a hook calls until somebody sets it."""
+
+
+def _empty_row(_model: str) -> tuple[Mapping[str, Any], Mapping[str, str]]:
+    """Of a model, until somebody knows more than its move."""
+    return {}, {}
+
+
 class EventBus:
     """The subscribers of one runtime.
 
@@ -138,17 +147,17 @@ class EventBus:
 
     def __init__(
         self,
-        on_model: Callable[[ModelState], None] = lambda _: None,
+        on_model: Callable[[ModelState], None] = _ignore,
         now: Callable[[], float] = time.time,
     ) -> None:
         self._on_model = on_model
         self._now = now
         self._subscribers: set[_Subscriber] = set()
         self._program = secrets.token_hex(4)
-        self.on_ended: Callable[[RequestStatus], None] = lambda status: None  # noqa: ARG005 - the hook's
-        self.on_load: Callable[[dict[str, Any]], None] = lambda fields: None  # noqa: ARG005 - likewise
-        self.model_row: Callable[[str], tuple[Mapping[str, Any], Mapping[str, str]]] = lambda model: ({}, {})  # noqa: ARG005 - likewise
-        self.on_watch: Callable[[bool], None] = lambda is_watched: None  # noqa: ARG005 - the hook's
+        self.on_ended: Callable[[RequestStatus], None] = _ignore
+        self.on_load: Callable[[dict[str, Any]], None] = _ignore
+        self.model_row: Callable[[str], tuple[Mapping[str, Any], Mapping[str, str]]] = _empty_row
+        self.on_watch: Callable[[bool], None] = _ignore
         self.expects_figures: Callable[[], bool] = lambda: False
         self.keeps = False  # nothing is kept before somebody has subscribed
         self.has_figures = asyncio.Event()

@@ -15,16 +15,19 @@ if TYPE_CHECKING:
     from stoker.ipc.events import RequestEvent
     from stoker.ipc.usage import CacheSource
 
-LEAST_TOLD_S = 0.5
+MIN_TOLD_WAIT_S = 0.5
 """A shorter wait is not worth a word."""
 PROGRESS_EVERY_S = 0.5
 """How often others than its own client are told of a prompt's progress."""
-
-
-GROWTH = 1.05
-LEAST_S = 1e-5
-MAX_CLASSES = 400
-_PER_CLASS = 1.0 / math.log(GROWTH)
+PROGRESS_OVERDUE_S = 1.4
+"""After so long it is told again, though nothing is new: with the clock's period every two seconds."""
+GAP_CLASS_GROWTH = 1.05
+"""Between the bounds of one class of gaps and the next: a percentile is told within half of the step."""
+SHORTEST_GAP_S = 1e-5
+"""Lower bound of the first class of gaps; shorter ones are counted in it."""
+MAX_GAP_CLASSES = 400
+"""The last one has all gaps from some 50 minutes on."""
+_CLASSES_PER_E = 1.0 / math.log(GAP_CLASS_GROWTH)
 
 
 class TokenGaps:
@@ -55,7 +58,11 @@ class TokenGaps:
         self._num_gaps += 1
         self._sum_s += gap_s
         self._longest_s = max(self._longest_s, gap_s)
-        place = 0 if gap_s <= LEAST_S else min(int(math.log(gap_s / LEAST_S) * _PER_CLASS), MAX_CLASSES - 1)
+        place = (
+            0
+            if gap_s <= SHORTEST_GAP_S
+            else min(int(math.log(gap_s / SHORTEST_GAP_S) * _CLASSES_PER_E), MAX_GAP_CLASSES - 1)
+        )
         self._counts[place] = self._counts.get(place, 0) + 1
 
     def interrupted(self, index: int | None = None) -> None:
@@ -82,12 +89,8 @@ class TokenGaps:
         for place in sorted(self._counts):
             seen += self._counts[place]
             if seen >= rank:
-                return min(LEAST_S * math.exp((place + 0.5) / _PER_CLASS), self._longest_s)
+                return min(SHORTEST_GAP_S * math.exp((place + 0.5) / _CLASSES_PER_E), self._longest_s)
         return self._longest_s
-
-
-PROGRESS_OVERDUE_S = 1.4
-"""After so long it is told again, though nothing is new: with the clock's period every two seconds."""
 
 
 class Wait(StrEnum):
@@ -239,7 +242,7 @@ class RequestMeter:
     def longest_wait(self, now: float) -> tuple[float, str]:
         """How long it waited for what it waited for longest, and what that was; empty: nothing much."""
         waited_s, wait = max(((self.waited_s(wait, now), wait) for wait in Wait), key=lambda found: found[0])
-        if waited_s < LEAST_TOLD_S:
+        if waited_s < MIN_TOLD_WAIT_S:
             return waited_s, ""
         if wait is Wait.QUEUE and self._num_before:
             return waited_s, f"{self._num_before} before it in the queue"
