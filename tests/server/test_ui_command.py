@@ -91,7 +91,7 @@ def test_without_a_server_it_says_so(tmp_path):
 
 def test_what_the_page_is_told_is_recorded_until_ctrl_c(running, tmp_path, until):
     """U6: a document a line, for its owner alone."""
-    file = tmp_path / "new" / "day.jsonl"
+    file = tmp_path / "day.jsonl"
     words = [sys.executable, "-m", "stoker.cli", "ui", "--record", str(file), "--url", running.url]
     process = subprocess.Popen(words, stderr=subprocess.PIPE, text=True)
     try:
@@ -106,14 +106,41 @@ def test_what_the_page_is_told_is_recorded_until_ctrl_c(running, tmp_path, until
     assert stat.S_IMODE(file.stat().st_mode) == 0o600
 
 
+@pytest.mark.parametrize("is_running", [True, False])
+def test_a_recording_replaces_no_file(running, tmp_path, is_running):
+    """U6: an older one stays as it is, whether a server answers or not."""
+    file = tmp_path / "day.jsonl"
+    file.write_text("older\n", encoding="utf-8")
+    done = stoker("--record", file, "--url", running.url if is_running else "http://127.0.0.1:9")
+    assert (done.exit_code, file.read_text(encoding="utf-8")) == (2, "older\n")
+    assert (f"--record: {file} is there already" in done.stderr) is is_running
+
+
+def test_a_recording_that_cannot_begin_leaves_nothing(running, tmp_path):
+    """U6: no empty file where no server answers, no folder where none was."""
+    assert stoker("--record", tmp_path / "day.jsonl", "--url", "http://127.0.0.1:9").exit_code == 2
+    done = stoker("--record", tmp_path / "nope" / "day.jsonl", "--url", running.url)
+    assert (done.exit_code, "No such file" in done.stderr) == (2, True)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "needs"), [("--speed", 3, "--replay"), ("--max-mb", 3, "--record")]
+)
+def test_what_is_of_a_recording_is_refused_without_one(scripted, option, value, needs):
+    """U6: rather than ignored."""
+    done = stoker(option, value, "--no-browser", "--url", scripted.url)
+    assert (done.exit_code, done.stdout) == (2, "")
+    assert f"{option} is of a recording: {needs} FILE" in done.stderr
+
+
 async def test_a_recording_ends_at_its_bound(running, tmp_path, capsys):
     """U6: what does not fit any more is not begun."""
     from stoker.cli.ui.command import _Tape  # noqa: PLC0415 - what the command writes with
     from stoker.remote.connection import ServerConnection  # noqa: PLC0415 - likewise
 
-    tape = _Tape(max_bytes=10)
-    with (tmp_path / "day.jsonl").open("wb") as file:
-        await tape.write(ServerConnection(running.url, None), file)
+    tape = _Tape(tmp_path / "day.jsonl", max_bytes=10)
+    await tape.write(ServerConnection(running.url, None))
     assert (tape.num_documents, (tmp_path / "day.jsonl").read_bytes()) == (0, b"")
     assert "ended at --max-mb" in capsys.readouterr().err
 
