@@ -27,7 +27,11 @@ async def test_twenty_first_requests_cause_one_load(tmp_path: Path) -> None:
         asks = [server.stream(answer, f"Number {answer.name} is", 2, model="other") for answer in answers]
         await asyncio.gather(*asks)
         assert [(answer.finish, len(answer.tokens)) for answer in answers] == [("length", 2)] * 20
-        told = [event for event in server.tape.events[num_before:] if is_a(event, "model", model="other")]
+        told = [
+            event
+            for event in server.tape.events[num_before:]
+            if is_a(event, "model", model="other", what="moved")
+        ]
         assert [event["state"] for event in told].count("ready") == 1
         assert [event.get("stage") for event in told].count("header") == 1
         fractions = [event["fraction"] for event in told if event["state"] == "loading"]

@@ -267,6 +267,14 @@ def test_a_pause_with_others_at_work_changes_nothing() -> None:
     assert governor.num_threads == 2
 
 
+def test_the_first_step_leaves_cores_that_are_plainly_taken() -> None:
+    """SPEC M7: a long prompt's first step took ten seconds instead of one beside two busy processes."""
+    assert ThreadGovernor(2).start(1.4) == Decision(1, "other processes use 1.4 of 2 cores")
+    assert ThreadGovernor(2).start(0.7) is None, "steps will tell"
+    assert ThreadGovernor(8, 16).start(7.0) is None
+    assert ThreadGovernor(8, 8).start(3.0) == Decision(5, "other processes use 3.0 of 8 cores")
+
+
 # ---------------------------------------------------------------- other machines
 
 

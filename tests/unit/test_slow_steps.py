@@ -124,8 +124,9 @@ class Desk:
         self.now_s = self.cpu_s = self.busy_s = 0.0
         self.binder = BinderStandIn()
         clocks = Clocks(wall=lambda: self.now_s, cpu=lambda: self.cpu_s)
-        watch = CoreWatch(frozenset({0, 1}), lambda _: CoreTimes(2 * self.now_s, self.busy_s, self.cpu_s))
-        self.keeper = ThreadController(2, watch, self.binder, clocks)
+        times = lambda _: CoreTimes(2 * self.now_s, self.busy_s, self.cpu_s)  # noqa: E731 - of this desk
+        self.watch = CoreWatch(frozenset({0, 1}), times)
+        self.keeper = ThreadController(2, self.watch, self.binder, clocks)
 
     def step(
         self, wall_s: float, cpu_s: float, others: float = 0.0, predicted_s: float = 0.03
@@ -173,6 +174,16 @@ def desk() -> Desk:
     for _ in range(2):
         desk.step(0.3, 0.6, predicted_s=0.3)
     return desk
+
+
+@pytest.mark.parametrize(("watched_s", "num_threads"), [(2.0, 1), (0.5, 2)])
+def test_the_first_step_follows_who_was_watched_long_enough(watched_s: float, num_threads: int) -> None:
+    """SPEC M7: from the engine's start on; what begins with the engine is no company that stays."""
+    desk = Desk()
+    desk.watch.read(desk.now_s)
+    desk.pause(watched_s, others=1.5)
+    desk.keeper.begin()
+    assert desk.keeper.governor.num_threads == num_threads
 
 
 def test_threads_on_one_core_are_moved_apart(desk: Desk, caplog: pytest.LogCaptureFixture) -> None:

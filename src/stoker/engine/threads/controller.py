@@ -180,6 +180,8 @@ BOUND_S = 10.0
 """How long they are held apart: the system's scheduler leaves threads that compute where they are."""
 LOOK_EVERY_S = 0.1
 """How often, at most, a step's beginning asks what time has changed."""
+WATCHED_S = 1.0
+"""How long others have to be watched before the first step, for that one to follow them."""
 
 
 class Clocked(NamedTuple):
@@ -230,6 +232,7 @@ class ThreadController:
         self._shared_s = 0.0
         self._bound_at_s = 0.0
         self._look_s = -math.inf
+        self._has_begun = False
 
     def __repr__(self) -> str:
         return f"<ThreadController {self.governor!r} {self._binder!r}>"
@@ -249,7 +252,13 @@ class ThreadController:
         self._slow.begin(now_s)
         if now_s - self._bound_at_s >= BOUND_S:
             self._binder.unbind()
-        decision = self.governor.wake(now_s, self._watch.read(now_s))
+        watched_s = now_s - self._watch.read_at_s
+        others = self._watch.read(now_s)
+        decision = self.governor.wake(now_s, others)
+        if not self._has_begun:
+            self._has_begun = True
+            if others is not None and watched_s >= WATCHED_S:
+                decision = self.governor.start(others)
         if decision is not None:
             self._changed(decision)
         return decision

@@ -46,6 +46,8 @@ FIRST_TRIAL_AFTER_S = 1.0
 MAX_TRIAL_AFTER_S = 30.0
 GAP_S = 2.0
 """After so long without a step, what was seen before says nothing."""
+TAKEN_CORES = 0.75
+"""Cores short before the first step from which that one begins with fewer threads."""
 
 _OTHERS_TEXT = "other processes use {:.1f} of {} cores"
 
@@ -216,6 +218,20 @@ class ThreadGovernor:
             return None
         fitting = self._fitting(others_cores)
         return self._raise_to(fitting, now_s) if fitting > self._num_threads else None
+
+    def start(self, others_cores: float) -> Decision | None:
+        """The first step of all begins: lower where others have plainly taken cores since before.
+
+        No step has shown a loss yet, so this takes more than `_lower` does: a step of a long prompt on cores
+        that are taken lasts many times as long as with fewer threads.
+
+        Args:
+            others_cores: cores that other processes used over the last seconds.
+        """
+        fitting = self._fitting(others_cores)
+        if fitting >= self._num_threads or self._num_threads + others_cores < self.num_cores + TAKEN_CORES:
+            return None
+        return self._change(fitting, self._others_text(others_cores))
 
     # ------------------------------------------------------------ fewer
 

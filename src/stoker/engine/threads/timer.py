@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from stoker.engine.threads.controller import ThreadController
 from stoker.engine.threads.interrupt import Interrupt
+from stoker.machine.cores import CoreWatch
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -150,6 +151,8 @@ class StepTimer:
         self._clock = clock
         self._models: list[TimedModel] = []
         self._controller: ThreadController | None = None
+        self._watch = CoreWatch()
+        self._watch.read(time.monotonic())  # the first step asks what others used since then
         self._laps: list[Lap] = []
         self._unlearned_s = 0.0
         self._has_new = False
@@ -199,7 +202,7 @@ class StepTimer:
             return
         self.close()
         if most:
-            self._controller = ThreadController(most)
+            self._controller = ThreadController(most, self._watch)
             self._use(most)
 
     def close(self) -> None:
