@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
+from functools import partial
 
 import pytest
 from openai.types.responses import ResponseStreamEvent
 from pydantic import TypeAdapter
 from websockets.exceptions import ConnectionClosedError, InvalidStatus
+from websockets.frames import CloseCode
 from websockets.sync.client import connect
 
 from stoker import Runtime
@@ -213,6 +216,41 @@ def test_a_client_that_leaves_ends_what_runs_and_its_connection_is_given_back(st
     until(lambda: not server.call(server.runtime.with_client))
     create(last := dial(server))
     assert events(last)[-1]["type"] == "response.incomplete"
+
+
+def test_a_message_over_the_bound_ends_its_connection_with_both_numbers(start_server, dial, caplog):
+    """W7: however much of it is still on its way, its client reads why."""
+    caplog.set_level(logging.INFO, "stoker.server")
+    server = start_server(max_body_bytes=1024)
+    server.ready.result(60)
+    for size in (32 * 2**20, 1025):
+        connection = dial(server)
+        with contextlib.suppress(ConnectionClosedError):  # which may come while it is being sent
+            connection.send(b" " * size)
+        with pytest.raises(ConnectionClosedError) as caught:
+            connection.recv(60)
+        assert caught.value.rcvd.code == CloseCode.MESSAGE_TOO_BIG
+        assert str(size) in caught.value.rcvd.reason
+        assert "1024" in caught.value.rcvd.reason
+        assert caught.value.rcvd.reason in caplog.text
+    create(last := dial(server))
+    assert events(last)[-1]["type"] == "response.incomplete"
+
+
+def test_messages_that_are_too_large_together_are_refused_with_their_bytes(start_server, dial, until):
+    """W7: while one is answered; those that fit are answered."""
+    runtime = partial(Runtime, "fake:eog_period=0,step_delay_s=0.02", isolation="thread")
+    server = start_server(runtime, max_body_bytes=1024)
+    server.ready.result(60)
+    connection = dial(server)
+    create(connection, max_output_tokens=40)
+    assert json.loads(connection.recv(60))["type"] == "response.created"
+    first, second = (" " * (size - 2) + "{}" for size in (1000, 25))
+    connection.send(first)
+    connection.send(second)
+    found = events(connection)
+    assert found[-1]["error"]["code"] == "queue_full"
+    assert all(number in found[-1]["error"]["message"] for number in ("1024 bytes", "1000 wait", "has 25"))
 
 
 def test_a_connection_has_a_longest_time(dial, monkeypatch):

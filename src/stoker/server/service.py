@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-WEBSOCKET: Literal["websockets-sansio", "none"] = "websockets-sansio" if find_spec("websockets") else "none"
+WEBSOCKET = "stoker.server.inbound.websocket:WebSocketConnection" if find_spec("websockets") else "none"
 """The extra `websockets` brings the library; without it a request to upgrade is answered as any other."""
 _CLOSE_S = 5  # for connections to take their last bytes after every stream has ended
 _LAST_BYTES_S = 0.3  # the same where the user does not wait
@@ -84,7 +84,7 @@ class Service:
             uvicorn.Config(
                 create_app(self.context),
                 http=self._protocol(settings),
-                ws=WEBSOCKET,
+                ws=cast("Literal['none']", WEBSOCKET),  # uvicorn imports a name like this one
                 ws_max_size=settings.max_body_bytes,
                 ws_per_message_deflate=False,
                 lifespan="off",

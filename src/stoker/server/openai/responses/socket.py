@@ -117,8 +117,14 @@ class _Connection:
             if message["type"] == "websocket.disconnect":
                 return
             data = message.get("bytes") or (message.get("text") or "").encode()
-            if self._waiting.qsize() >= MAX_WAITING or self._waiting_bytes + len(data) > most:
-                text = f"{self._waiting.qsize()} messages wait on this connection already; try later"
+            num_waiting, num_bytes = self._waiting.qsize(), self._waiting_bytes
+            if num_waiting >= MAX_WAITING:
+                text = f"{num_waiting} messages wait on this connection, which are the most; try later"
+                await self._refuse(QueueFullError(text).info())
+                continue
+            if num_bytes + len(data) > most:
+                text = f"messages that wait on this connection may have {most} bytes together:"
+                text = f"{text} {num_bytes} wait, and this one has {len(data)}; try later"
                 await self._refuse(QueueFullError(text).info())
                 continue
             self._waiting_bytes += len(data)
