@@ -17,8 +17,9 @@ from grouping import OpensGroups
 from stoker.chat.conversation import NO_TOOLS, continuation_of, prepared_turn
 from stoker.client.documents import DocumentReader
 from stoker.client.event_bus import RuntimeEvent
+from stoker.client.requests.texts import RequestText
 from stoker.client.store.file import KeptRequest
-from stoker.errors import ModelNotFoundError, RequestNotFoundError
+from stoker.errors import ModelNotFoundError, RequestNotFoundError, TextsOffError
 from stoker.images.intake import Intake
 from stoker.ipc.events import (
     Admitted,
@@ -244,6 +245,10 @@ class StandInRuntime(OpensGroups):
         """Note it and let holding streams go on."""
         self.cancelled.append(request_id)
         self._released.set()
+
+    def request_text(self, request_id: str) -> RequestText:
+        """It shows none."""
+        raise TextsOffError("the stand-in shows no texts")
 
     async def pause_request(self, request_id: str) -> None:
         """Note it."""
