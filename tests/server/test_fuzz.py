@@ -94,6 +94,7 @@ def test_every_route_is_published(http):
         "/v1/runtime/resume",
         "/v1/runtime/requests",
         "/v1/runtime/requests/{request_id}/stream",
+        "/v1/runtime/requests/{request_id}/text",
         "/v1/runtime/requests/{request_id}/cancel",
         "/v1/runtime/requests/{request_id}/pause",
         "/v1/runtime/requests/{request_id}/resume",

@@ -174,7 +174,10 @@ def test_other_keys_are_not_named_in_what_a_key_is_told(start_server, tmp_path):
     assert seen["move"]["by"] == "secret"
     assert "secret" not in json.dumps([story.all, snapshot, statuses[0]])
     assert "secret" in json.dumps(statuses[1])
-    assert (snapshot["may"], snapshot["slots"][0]["request_id"]) == ({"administrate": False}, None)
+    assert (snapshot["may"], snapshot["slots"][0]["request_id"]) == (
+        {"administrate": False, "texts": False},
+        None,
+    )
 
 
 def test_kinds_leave_out_all_else_and_a_wrong_one_is_named(one_slot):

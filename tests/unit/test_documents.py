@@ -474,6 +474,7 @@ def test_a_file_below_an_allowed_folder_is_read(tmp_path: Path) -> None:
 async def test_the_library_takes_documents() -> None:
     """V12: beside texts, blocking or not; equal documents are equal prompts."""
     asked = turn(Document(REPORT, name="report.pdf"), "What is it?")
+    others = set(threading.enumerate())
     async with Runtime("fake:eog_period=0", isolation="thread") as runtime:
         plan = await runtime.prepare_chat(asked)
         assert f"{SHOWN}\nWhat is it?" in plan.prompt
@@ -481,7 +482,10 @@ async def test_the_library_takes_documents() -> None:
         assert (await runtime.ask(asked, max_tokens=4)).usage.completion_tokens == 4
         again = await runtime.ask(asked, max_tokens=4)
         assert again.usage.cached_tokens > again.usage.prompt_tokens / 2
-    assert not [thread for thread in threading.enumerate() if thread.name == "stoker-worker"]
+    workers = [one for one in set(threading.enumerate()) - others if one.name == "stoker-worker"]
+    for worker in workers:
+        worker.join(30)
+    assert not [worker for worker in workers if worker.is_alive()]
 
 
 def test_a_document_travels_to_a_server(tmp_path: Path) -> None:

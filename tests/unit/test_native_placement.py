@@ -10,9 +10,10 @@ from typing import Any
 import pytest
 
 from stoker.backends.device import CPU, Device, DeviceMemory
-from stoker.backends.llama import backend, context, model, placement
+from stoker.backends.llama import backend, model, placement
 from stoker.backends.llama.backend import load
 from stoker.backends.llama.binding import llama, start
+from stoker.backends.llama.context_options import ContextOptions
 from stoker.backends.llama.model import LlamaModel, ModelOptions
 from stoker.backends.llama.smoke import smoke
 from stoker.errors import InvalidRequestError
@@ -128,14 +129,14 @@ def test_cells_lie_in_host_memory_where_that_was_asked_for(
 ) -> None:
     """SPEC R11: `kv_offload`, and the type of the cells."""
     seen: list[tuple[Any, ...]] = []
-    native_params = context._native_params
+    native_params = ContextOptions.native_params
 
-    def noted(options: context.ContextOptions) -> Any:
+    def noted(options: ContextOptions) -> Any:
         given: Any = native_params(options)
         seen.append((given.offload_kqv, given.type_k))
         return given
 
-    monkeypatch.setattr(context, "_native_params", noted)
+    monkeypatch.setattr(ContextOptions, "native_params", noted)
     spec = ModelSpec(id="m", path=str(path), n_ctx=256, kv_type="f16")
     load(spec, cache_dir=tmp_path).close()
     in_host = ModelSpec(id="m", path=str(path), n_ctx=256, placement=PlacementSpec(kv_offload=False))
