@@ -110,7 +110,9 @@ def test_a_model_that_the_running_server_does_not_serve_is_loaded_here(server):
     """T4: it was found, not named, so it is left aside, and stderr says why."""
     done = stoker("run", "Hi", "-n", "4", "-m", "fake:id=other")
     assert done.exit_code == 0
-    assert f"the server at {server.url} is left aside: it does not serve fake:id=other" in done.stderr
+    told = f"the server at {server.url} does not serve 'fake:id=other' (it serves: talker"
+    assert told in done.stderr
+    assert "; it is left aside\n" in done.stderr
 
 
 def test_a_server_that_is_too_busy_to_answer_is_left_aside_aloud(server, monkeypatch):
@@ -130,9 +132,14 @@ def test_a_named_server_has_to_serve_what_is_asked(server):
     """T4: nothing is loaded here behind the back of who named a server."""
     done = stoker("run", "Hi", "-m", "other", "--url", server.url)
     assert (done.exit_code, done.stdout) == (2, "")
-    assert done.stderr == "stoker: it does not serve other; stoker load has it serve more\n"
+    assert done.stderr == (
+        f"stoker: the server at {server.url} does not serve 'other' (it serves: talker, embedder);"
+        " stoker load has it serve more, and --no-server in place of --url loads a model here\n"
+    )
     none = stoker("rerank", "q", "a", "b", "--url", server.url)
-    assert (none.exit_code, none.stderr) == (2, "stoker: none of its models ranks documents\n")
+    assert none.exit_code == 2
+    told = f"stoker: no model of the server at {server.url} ranks documents (it serves: talker, embedder)"
+    assert none.stderr.startswith(told)
 
 
 def test_what_only_a_model_here_can_have_leaves_the_server_aside(server):

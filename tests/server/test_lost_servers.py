@@ -333,7 +333,7 @@ async def test_a_key_that_is_wrong_is_told_with_its_remedy(tmp_path: Path, start
     keys.write_text("right\n")
     server = await asyncio.to_thread(start_server, api_key_file=keys)
     for key in (None, "wrong"):
-        with pytest.raises(AuthenticationError, match=r"give it as api_key, --api-key, or in STOKER_API_KEY"):
+        with pytest.raises(AuthenticationError, match="give it as `api_key` or in STOKER_API_KEY"):
             await Runtime.connect(server.url, api_key=key).start()
 
 

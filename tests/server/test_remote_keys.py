@@ -70,7 +70,7 @@ async def test_places_of_files_and_acts_of_operators_are_for_operators(connected
         one.suspend(),
         one.resume(),
     ):
-        with pytest.raises(OperatorOnlyError, match="give it as api_key"):
+        with pytest.raises(OperatorOnlyError, match="give it as `api_key`"):
             await act
     await root.pin_model("fake")
 

@@ -123,6 +123,15 @@ def test_what_serve_would_refuse_is_told_at_its_line(tmp_path, text, place, told
     assert told in line
 
 
+def test_a_key_needs_a_name():
+    """G8: the argument is named, not the table that it would be."""
+    told = run("key", "")
+    assert (told.exit_code, told.output) == (
+        2,
+        "stoker: NAME: '' is no name: printable, 1 to 128 characters\n",
+    )
+
+
 def test_each_setting_is_shown_with_where_it_comes_from(tmp_path, monkeypatch):
     """G8: a table's own, what holds for all, the environment, defaults."""
     file = tmp_path / "stoker.toml"

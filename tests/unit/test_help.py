@@ -96,8 +96,19 @@ def test_every_command_knows_the_short_names(words, command):
     ("arguments", "text"),
     [
         (["run", "--seed", "x"], "--seed: 'x' is no whole number; see stoker run --help"),
-        (["run", "-n", "0"], "--max-tokens: '0' is less than 1; see stoker run --help"),
-        (["run", "--tempeature", "1"], "no such option: --tempeature"),
+        (["run", "-n", "0"], "-n: '0' is less than 1; see stoker run --help"),
+        (["run", "--max-tokens=0"], "--max-tokens: '0' is less than 1; see stoker run --help"),
+        (["run", "--schema", "{", "x"], "--schema: it is no JSON: "),
+        (["run", "--json-schema={", "x"], "--json-schema: it is no JSON: "),
+        (["plan", "x", "--limit", "1XB"], "--limit: '1XB' is not a size"),
+        (["plan", "x", "--memory-limit", "1XB"], "--memory-limit: '1XB' is not a size"),
+        (["run", "--tempeature", "1"], "no such option: --tempeature; did you mean --temperature?; see"),
+        (["load", "--ctx", "1"], "no such option: --ctx; did you mean --ctx-size?; see stoker load --help"),
+        (["run", "--timeout", "1"], "no such option: --timeout; see stoker run --help"),
+        (["run", "--lora", "x"], "no such option: --lora; it is of `stoker serve`; see stoker run --help"),
+        (["run", "--choice="], "no such option: --choice; it is of `stoker choose`; see stoker run --help"),
+        (["embed", "x", "--url", "nope"], "the URL of a server looks like http://127.0.0.1:8686, not like"),
+        (["run", "--n", "3"], "no such option: --n; did you mean -n?; see stoker run --help"),
         (["modles"], "no such command 'modles'. Did you mean 'models'"),
         (["completion", "show", "ksh"], "SHELL: 'ksh' is not one of 'bash', 'zsh', 'fish'; see"),
         (["run", "Hi", "-m", "a\x1b]0;b\x07"], "no model 'a"),
@@ -113,6 +124,14 @@ def test_wrong_input_is_one_line_and_exit_code_2(arguments, text):
     assert done.stderr.startswith(f"stoker: {text}")
     assert done.stderr.count("\n") == 1
     assert done.stdout == ""
+
+
+@pytest.mark.parametrize("words", [["ps"], ["run", "x"], ["ui"], ["load", "x"]])
+def test_a_server_that_is_not_there_is_told_in_words_of_the_command_line(words):
+    """T2: `url` is an argument of the library."""
+    done = invoke(*words, "--url", "http://127.0.0.1:9")
+    assert done.exit_code == 2
+    assert done.stderr.endswith("`stoker serve`, or say where one is with --url or STOKER_URL\n")
 
 
 @pytest.mark.parametrize("words", [[], ["cache"], ["completion"]])

@@ -86,8 +86,9 @@ def test_an_unknown_name_shows_what_is_near(bare: ModelStore, tmp_path: Path) ->
     with pytest.raises(ModelNotFoundError, match="near it: smollm2-") as caught:
         bare.resolve("smolm2-135m")
     assert "qwen" not in str(caught.value)
-    with pytest.raises(ModelNotFoundError, match=r"known: qwen, smollm2-135m.*stoker pull"):
-        bare.resolve("zzzz")
+    for resolve in (bare.resolve, bare.resolve_listed):
+        with pytest.raises(ModelNotFoundError, match=r"known: qwen, smollm2-135m.*stoker pull"):
+            resolve("zzzz")
 
 
 @pytest.mark.parametrize("ref", ["missing.gguf", "some/where/model.gguf", "/no/such/file"])

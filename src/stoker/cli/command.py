@@ -20,8 +20,8 @@ from typer.core import TyperCommand, TyperGroup
 from typer.exceptions import TyperException
 
 from stoker.cli.exits import ExitCode
-from stoker.cli.session import CONTROLS
-from stoker.errors import CallerError, StokerError
+from stoker.cli.session import CONTROLS, text_of
+from stoker.errors import StokerError
 from stoker.wording import wrong_value_text
 
 if TYPE_CHECKING:
@@ -31,21 +31,27 @@ CONTEXT_SETTINGS = {"help_option_names": ["--help", "-h"], "max_content_width": 
 _PLACE = re.compile(r"^messages(\.\w+)+: ")
 """Where an error is in a body of HTTP, which a command line has not."""
 _WIDEST_NAME = 30  # a wider option has its text on the next line
+_NEAR = 0.7  # of difflib's 0 to 1: a slip of the fingers; at its 0.6 --lora is near --raw
+_MOST_COMMANDS = 3
+_WORDS = "stoker.words"  # key of a context's `meta`
 _ARGUMENTS, _OPTIONS, _HELP = "Arguments", "Options", "Help"
 
 
 class HelpfulCommand(TyperCommand):
     """A command whose `--help` shows its options by panel and its examples line by line."""
 
-    def invoke(self, ctx: Any) -> Any:  # the library keeps a copy of click's types
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:  # the library keeps a copy of click's types
+        """Read the words of the command line, and keep them: messages name an option as it was written."""
+        ctx.meta[_WORDS] = tuple(args)
+        return super().parse_args(ctx, args)
+
+    def invoke(self, ctx: Any) -> Any:
         """Run it; an error over a field of the library names the option that sets it."""
         try:
             return super().invoke(ctx)
-        except CallerError as error:
+        except StokerError as error:
             for parameter in self.params:
-                name = parameter.name or ""
-                if error.param == name and error.message.startswith(name):
-                    error.message = f"{_name_of(parameter)}{error.message.removeprefix(name)}"
+                _name_as_written(error, parameter, _name_of(parameter, ctx))
             raise
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
@@ -128,6 +134,17 @@ def _write_examples(examples: str | None, formatter: Any) -> None:
                 formatter.write(f"  {line}\n")
 
 
+def _name_as_written(error: StokerError, parameter: Any, written: str) -> None:
+    """Put an option's written name where the message begins with its longest one or with the field."""
+    name, text = parameter.name or "", error.message
+    if error.param == name and text.startswith(name):
+        text = f"{written}{text.removeprefix(name)}"
+    elif parameter.param_type_name == "option":
+        longest = re.escape(max(parameter.opts, key=len))
+        text = re.sub(rf"^{longest}(?![\w-])", written, text)
+    error.message = text
+
+
 @contextlib.contextmanager
 def _ending_in_one_line() -> Iterator[None]:
     """What is raised inside ends the program with its exit code, and with one line where there is a fault."""
@@ -154,10 +171,10 @@ def _ending_in_one_line() -> Iterator[None]:
 
 def _text_of(error: TyperException | StokerError) -> str:
     if isinstance(error, StokerError):
-        return " ".join(_PLACE.sub("", error.message).split()).translate(CONTROLS)
+        return " ".join(_PLACE.sub("", text_of(error)).split()).translate(CONTROLS)
     problems = getattr(error.__cause__, "errors", None)  # pydantic's, with which the library reads values
     if problems is not None and isinstance(error, typer.BadParameter):
-        text = f"{_name_of(error.param)}: {wrong_value_text(problems()[0])}"
+        text = f"{_name_of(error.param, error.ctx)}: {wrong_value_text(problems()[0])}"
     else:
         text = _with_nearest(error)
         text = text[:1].lower() + text[1:]
@@ -166,16 +183,51 @@ def _text_of(error: TyperException | StokerError) -> str:
 
 
 def _with_nearest(error: TyperException) -> str:
-    """The library's message; of a misspelt option with the one that is most like it."""
-    option, offered = getattr(error, "option_name", ""), getattr(error, "possibilities", None) or ()
-    near = difflib.get_close_matches(option, offered, n=1)
-    return f"no such option: {option}; did you mean {near[0]}?" if near else error.format_message()
+    """The library's message; of an unknown option with what is near it, else whose it is."""
+    ctx: Any = getattr(error, "ctx", None)
+    if ctx is None or not hasattr(error, "possibilities"):
+        return error.format_message()
+    option = str(getattr(error, "option_name", ""))
+    text, wanted = f"no such option: {option}", option.lstrip("-")
+    own = {name.lstrip("-"): name for each in ctx.command.get_params(ctx) for name in _names_of(each)}
+    longer = [name for name in own if name.startswith(f"{wanted}-")]
+    if near := longer or difflib.get_close_matches(wanted, own, n=1, cutoff=_NEAR):
+        return f"{text}; did you mean {own[near[0]]}?"
+    root = ctx.find_root()
+    if owners := [f"`{name}`" for name in _commands_with(option, root.command, root)]:
+        shown = ", ".join(owners) if len(owners) <= _MOST_COMMANDS else f"{owners[0]} and others"
+        return f"{text}; it is of {shown}"
+    return text
 
 
-def _name_of(parameter: Any) -> str:
-    """An option or argument, as it is written."""
+def _commands_with(option: str, command: Any, root: Any, path: str = "") -> Iterator[str]:
+    """The commands, as they are called, that have an option of that name."""
+    path = path or root.info_name
+    if hasattr(command, "list_commands"):
+        for name in command.list_commands(root):
+            each = command.get_command(root, name)
+            if not each.hidden:
+                yield from _commands_with(option, each, root, f"{path} {name}")
+    elif any(option in _names_of(parameter) for parameter in command.params):
+        yield path
+
+
+def _names_of(parameter: Any) -> list[str]:
+    """Every name of an option; of an argument none."""
     is_option = parameter.param_type_name == "option"
-    return str(max(parameter.opts, key=len) if is_option else parameter.display_name_raw)
+    return [*parameter.opts, *parameter.secondary_opts] if is_option else []
+
+
+def _name_of(parameter: Any, ctx: Any) -> str:
+    """An option or argument, as it is written: on this command line, else in full."""
+    names = _names_of(parameter)
+    if not names:
+        return str(parameter.display_name_raw)
+    words: tuple[str, ...] = () if ctx is None else ctx.meta.get(_WORDS, ())
+    options = words[: words.index("--")] if "--" in words else words
+    heads = (word.partition("=")[0] if word.startswith("--") else word[:2] for word in options)
+    written = [head for head in heads if head in names]
+    return written[-1] if written else max(parameter.opts, key=len)
 
 
 def _fault(text: str) -> ExitCode:

@@ -79,14 +79,15 @@ class _Bars:
         self._by_name: dict[str, TaskID] = {}
 
     def __enter__(self) -> Self:
-        self._progress.start()
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._progress.stop()
+        if self._by_name:  # one without bars ends with an empty line
+            self._progress.stop()
 
     def show(self, num_done: int, num_bytes: int, name: str) -> None:
         """Take what the download says."""
+        self._progress.start()
         if name not in self._by_name:
             self._by_name[name] = self._progress.add_task(name, total=num_bytes)
         self._progress.update(self._by_name[name], completed=num_done)

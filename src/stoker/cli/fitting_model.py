@@ -23,6 +23,10 @@ if TYPE_CHECKING:
     from stoker.settings import EngineSettings
 
 
+_MOST_NAMES = 8
+"""Of served models, in a message."""
+
+
 class Classified(Protocol):
     """What is known of a model, served or on disk."""
 
@@ -100,30 +104,37 @@ def with_fitting_model(work: Work, settings: EngineSettings, *, is_named: bool) 
     return settings.replace(models=(_only(found, work, settings),))
 
 
-def of_served_models(work: Work, models: Sequence[ModelInfo], wanted: str | None) -> str:
+def of_served_models(work: Work, models: Sequence[ModelInfo], wanted: str | None, url: str) -> str:
     """The id of the served model that does the work.
 
     Args:
         work: what it is wanted for.
         models: those that a server has, the default first.
         wanted: its name or its file; None: for text the first that generates, else the only one that is fit.
+        url: of the server, for messages.
 
     Raises:
-        ModelNotFoundError: there is none.
+        ModelNotFoundError: there is none; says what is served.
         InvalidRequestError: there is more than one.
     """
     if wanted is not None:
         if (info := next((info for info in models if _is_meant(info, wanted)), None)) is None:
-            raise ModelNotFoundError(
-                f"it does not serve {wanted}; stoker load has it serve more", param="model"
-            )
+            text = f"the server at {url} does not serve {wanted!r} (it serves: {_listed(models)})"
+            raise ModelNotFoundError(f"{text}; stoker load has it serve more", param="model")
         return info.asked_as
     found = [info.id for info in models if _serves(info, work)]
     if not found:
-        raise ModelNotFoundError(f"none of its models {work.does}", param="model")
+        text = f"no model of the server at {url} {work.does} (it serves: {_listed(models)})"
+        raise ModelNotFoundError(f"{text}; stoker load has it serve more", param="model")
     if len(found) > 1 and work is not GENERATE:
         raise InvalidRequestError(_which(found), param="model")
     return found[0]
+
+
+def _listed(models: Sequence[ModelInfo]) -> str:
+    names = [info.asked_as for info in models]
+    more = len(names) - _MOST_NAMES
+    return ", ".join([*names[:_MOST_NAMES], *([f"{more} more"] if more > 0 else [])]) or "none"
 
 
 def _is_meant(info: ModelInfo, wanted: str) -> bool:

@@ -191,7 +191,7 @@ def schema_text(given: str) -> str:
         json.loads(text)
     except ValueError as error:
         what = "it" if text is given else given
-        raise InvalidRequestError(f"--json-schema: {what} is no JSON: {error}", param="json_schema") from None
+        raise InvalidRequestError(f"json_schema: {what} is no JSON: {error}", param="json_schema") from None
     return text
 
 

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 
     from stoker.cli.options import RuntimeFactory
     from stoker.client.requests.stream import Notice
+    from stoker.errors import StokerError
     from stoker.ipc.events import ModelState
     from stoker.runtime import Runtime
     from stoker.settings import EngineSettings
@@ -160,6 +161,11 @@ async def opened(settings: EngineSettings, factory: RuntimeFactory | None) -> As
         yield runtime
     finally:
         await runtime.close()
+
+
+def text_of(error: StokerError) -> str:
+    """Its message, in which options stand for the arguments of the library."""
+    return error.message.replace("`url`", "--url").replace("`api_key`", "--api-key")
 
 
 def tell(text: str, *, end: str = "\n") -> None:

@@ -131,11 +131,12 @@ class Target:
         if url is not None:
             async with _connected(url, self.api_key, is_named=self.url is not None) as remote:
                 try:
-                    model = of_served_models(work, remote.models, self.model)
+                    model = of_served_models(work, remote.models, self.model, url)
                 except ModelNotFoundError as error:
                     if self.url is not None:
+                        error.message += ", and --no-server in place of --url loads a model here"
                         raise
-                    _note(f"the server at {url} is left aside: {error.message}")
+                    _note(f"{error.message}; it is left aside")
                 else:
                     _note(f"asking {model} at {url} (--no-server loads a model here)")
                     yield Asked(remote, model)

@@ -163,9 +163,10 @@ class ModelStore:
             if _exists(candidate):
                 shards.refuse_partial(candidate)
                 return _label(Path(candidate.name)), candidate
-        raise ModelNotFoundError(self._not_found(ref, path), model=ref)
+        raise ModelNotFoundError(self._not_found(ref), model=ref)
 
-    def _not_found(self, ref: str, path: Path) -> str:
+    def _not_found(self, ref: str) -> str:
+        path = Path(ref)
         if is_reference(ref) and path.suffix.lower() not in suffixes():
             return f"no model {ref!r} here; to download it: stoker pull {ref}"
         if path.suffix.lower() in suffixes() or len(path.parts) > 1:

@@ -37,8 +37,8 @@ ANSWER_S = 30.0
 """Of what a server answers without computing."""
 QUIET_S = 6 * BEAT_S
 PING_S = 10.0
-_HINT = "start one with `stoker serve`, or say where one is with url, --url or STOKER_URL"
-_GIVE_KEY = " (give it as api_key, --api-key, or in STOKER_API_KEY)"
+_HINT = "start one with `stoker serve`, or say where one is with `url` or STOKER_URL"
+_GIVE_KEY = " (give it as `api_key` or in STOKER_API_KEY)"
 _HINTS = {AuthenticationError.code: _GIVE_KEY, OperatorOnlyError.code: _GIVE_KEY}
 _NO_SUCH_ROUTE = frozenset({"not_found", "method_not_allowed"})
 

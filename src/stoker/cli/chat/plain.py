@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Self, TextIO
 import typer
 from rich.console import Console
 
-from stoker.cli.session import CONTROLS, tell
+from stoker.cli.session import CONTROLS, tell, text_of
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Iterator
@@ -116,7 +116,7 @@ class PlainScreen:
         self._end_line()
         if self._as_json:
             print(json.dumps({"error": {"code": error.code, "message": error.message}}), flush=True)
-        typer.echo(f"stoker: {error.message}{advice}", err=True)
+        typer.echo(f"stoker: {text_of(error)}{advice}", err=True)
 
     def _put(self, text: str, stream: TextIO) -> None:
         """At once; a terminal does not get control characters that a model made up."""

@@ -28,7 +28,7 @@ from rich.styled import Styled
 from rich.text import Text
 
 from stoker.cli.markdown import THEME, AnswerMarkdown, LineStream, MarkdownStream, lines_of
-from stoker.cli.session import CONTROLS
+from stoker.cli.session import CONTROLS, text_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -324,7 +324,7 @@ class TerminalScreen:
     def fail(self, error: StokerError, advice: str = "") -> None:
         """A turn or a command has failed."""
         rest, self._answer = self._answer.finish() if self._answer else [], None
-        self._print([*rest, *self._lines(f"stoker: {error.message}{advice}", "red"), []])
+        self._print([*rest, *self._lines(f"stoker: {text_of(error)}{advice}", "red"), []])
 
     def _begun(self) -> _OpenAnswer:
         self._fit()

@@ -14,6 +14,7 @@ import typer
 from stoker.cli.command import HelpfulCommand, HelpfulGroup
 from stoker.cli.exits import ExitCode
 from stoker.cli.options import AsJson, Config, Version, with_version
+from stoker.errors import InvalidRequestError
 from stoker.settings import TABLES, EngineSettings, load_settings, sources_of
 from stoker.site_settings import KeySettings, PerModelSettings, hash_of, new_key, read_tables
 
@@ -96,7 +97,11 @@ def key(name: Name, *, as_json: AsJson = False) -> None:
     """Make a key: its table for the file on stdout, the key itself, which is stored nowhere, on stderr."""
     made = new_key()
     table = {"hash": hash_of(made.encode())}
-    read_tables("keys", KeySettings, {name: table})
+    try:
+        read_tables("keys", KeySettings, {name: table})
+    except InvalidRequestError as error:
+        text = error.message.removeprefix(f"{error.param}: ")
+        raise InvalidRequestError(f"name: {text}", param="name") from None
     if as_json:
         typer.echo(json.dumps({"name": name, "key": made, **table}))
         return

@@ -14,6 +14,7 @@ from contextlib import aclosing
 from typing import TYPE_CHECKING
 from urllib.parse import quote
 
+from stoker.cli.session import text_of
 from stoker.cli.top.frame import FrameState, frame, selectable
 from stoker.cli.top.keys import Key, typed
 from stoker.cli.top.layout import ASCII, UNICODE
@@ -230,7 +231,7 @@ class TopScreen:
         try:
             await self._server.post(path, {})
         except StokerError as error:
-            self._say(error.message)
+            self._say(text_of(error))
         else:
             self._say(f"{action}: {request_id}")
 

@@ -7,6 +7,7 @@ from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from typing import TYPE_CHECKING, Any
 
+from stoker.cli.session import text_of
 from stoker.errors import MachineSetupError, ServerLostError
 from stoker.remote.wire import DONE
 
@@ -68,7 +69,7 @@ class EventSource:
             except ServerLostError as error:
                 if not has_begun:
                     raise
-                reason = error.message
+                reason = text_of(error)
             self._on_lost(reason)
             await asyncio.sleep(pause_s)
             pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
