@@ -38,6 +38,7 @@ Some **bold**, *slanted*, ~~struck~~ and `code`; [a link](https://a.example/x), 
 
 <img src=x onerror="document.title='broken'"> <b>no markup</b> &amp; end"""
 CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Bern"}}\n</tool_call>'
+TOO_LONG = "word " * 60_000
 TOOLS = [{"name": "weather", "description": "Of a city", "parameters": {"type": "object", "properties": {}}}]
 
 
@@ -205,6 +206,61 @@ async def test_a_refusal_stands_in_the_answer_with_its_code(chat):
     await say(page, "hi")
     await expect(last(page).get_by_role("alert")).to_contain_text("max_tokens")
     await expect(last(page).get_by_role("alert").locator("code")).to_have_text("invalid_request")
+
+
+async def test_a_refused_turn_is_sent_no_more_and_its_text_is_there_to_be_shortened(chat):
+    """U5: it stands where it was said, with why; what is said next gets its answer, also after a reload."""
+    page = await chat("talker")
+    await say(page, "first")
+    await expect(last(page)).to_contain_text("tokens in")
+    await say(page, TOO_LONG)
+    alert = last(page).get_by_role("alert")
+    await expect(alert.locator("code")).to_have_text("context_length_exceeded")
+    await expect(alert).to_contain_text("left out of what follows")
+    await expect(page.get_by_label("Message", exact=True)).to_have_value(TOO_LONG)
+    await page.reload()
+    await expect(page.locator(".message.user")).to_have_count(2)
+    async with page.expect_request("**/v1/chat/completions") as asked:
+        await say(page, "shorter")
+    told = [(one["role"], one["content"]) for one in (await asked.value).post_data_json["messages"]]
+    assert told == [("user", "first"), ("assistant", MARKDOWN), ("user", "shorter")]
+    await expect(last(page)).to_contain_text("tokens in")
+
+
+async def test_a_refused_turn_can_be_written_again(chat):
+    """U5: once what stood against it is gone, it is part of the conversation as any other."""
+    page = await chat("talker")
+    await page.get_by_label("Tokens at most").evaluate("one => one.closest('details').open = true")
+    await page.get_by_label("Tokens at most").fill("0")
+    await say(page, "hi")
+    await expect(last(page).get_by_role("alert")).to_contain_text("max_tokens")
+    await page.get_by_label("Tokens at most").fill("")
+    async with page.expect_request("**/v1/chat/completions") as asked:
+        await page.get_by_role("button", name="Write it again").click()
+    assert (await asked.value).post_data_json["messages"] == [{"role": "user", "content": "hi"}]
+    await expect(last(page)).to_contain_text("tokens in")
+    await expect(page.get_by_role("alert")).to_have_count(0)
+
+
+async def test_results_of_tools_that_are_refused_can_be_given_again(chat):
+    """U5: what was written stays in its field, and the call keeps its form."""
+    page = await chat("caller")
+    await page.get_by_text("System message, tools, sampling").click()
+    await page.get_by_label("Tools").fill(json.dumps(TOOLS))
+    await say(page, "weather?")
+    result = page.get_by_label("Result, as nothing is run here")
+    give = page.get_by_role("button", name="Give the results")
+    await result.fill(TOO_LONG)
+    await give.click()
+    await expect(last(page).get_by_role("alert").locator("code")).to_have_text("context_length_exceeded")
+    await expect(result).to_have_value(TOO_LONG)
+    await result.fill("rain")
+    async with page.expect_request("**/v1/chat/completions") as asked:
+        await give.click()
+    told = (await asked.value).post_data_json["messages"]
+    assert [one["role"] for one in told] == ["user", "assistant", "tool"]
+    assert told[2]["content"] == "rain"
+    await expect(last(page)).to_contain_text("It rains.")
 
 
 async def test_a_conversation_can_be_used_by_everybody(chat):

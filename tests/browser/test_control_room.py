@@ -286,6 +286,22 @@ async def test_on_a_phone_nothing_that_is_pressed_lies_over_another(open_page, s
         assert await page.evaluate(OVERLAPS) == []
 
 
+async def test_how_a_request_ended_is_in_view_in_a_narrow_window(open_page, server):
+    """U13: one that failed says so; the columns that have no room are reached by scrolling."""
+    answer = await server.http.post("/v1/completions", json={"prompt": "hi " * 100_000, "max_tokens": 4})
+    assert answer.is_client_error
+    for width in (1000, 700):
+        page = await open_page(server.url, "#/history", viewport={"width": width, "height": 700})
+        ends = page.locator(".rows .level.bad")
+        await expect(ends.first).to_contain_text("tokens")
+        await expect(page.get_by_role("columnheader", name="End", exact=True)).to_be_in_viewport(ratio=1)
+        assert await ends.first.evaluate("one => one.parentNode.getBoundingClientRect().right") <= width
+        head = page.get_by_role("columnheader", name="Tokens/s")
+        await head.scroll_into_view_if_needed()
+        await expect(head).to_be_in_viewport(ratio=1)
+        assert await page.evaluate("document.documentElement.scrollWidth <= innerWidth")
+
+
 async def test_every_tab_can_be_used_by_everybody(open_page, replayed):
     """U13: nothing that axe calls serious, in either colours; nothing runs over the edge of a phone."""
     async with replayed(BUSY) as server:

@@ -310,6 +310,18 @@ async def test_work_without_a_slot_has_a_lane_of_its_own(page):
         documents,
     )
     assert found == [["0", [["job", 1]]], ["1", []], ["Infinity", [["embed-0", 3]]]]
+    await page.evaluate(MOUNT, documents)
+    await expect(page.locator(".lane-name")).to_have_text(["slot 0", "slot 1", "no slot"])
+
+
+async def test_no_two_lines_of_the_ledger_have_one_name(page):
+    """U10: models have a line `other`; what no line explains is another."""
+    found = await page.evaluate("ledgerOf({ other: 22, weights: 90, disk: 7 }, 161)")
+    assert [(each["name"], each["size"]) for each in found] == [
+        ("weights", 90),
+        ("other", 22),
+        ("unaccounted", 49),
+    ]
 
 
 async def test_a_crowd_of_short_requests_is_drawn_as_a_few_bars(page):

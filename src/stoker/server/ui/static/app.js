@@ -11,16 +11,14 @@ import { TABS } from "./shell/tabs.js";
 import { Toasts, close_newest } from "./shell/toasts.js";
 import { RequestDrawer } from "./views/request.js";
 
-function Broken({ error }) {
-	return html`<div class="empty" role="alert">
-		<p>This view failed: <code>${error.message}</code></p>
-		<button onClick=${() => location.reload()}>Load the page again</button>
-	</div>`;
-}
-
 function Stage({ tab: { View, is_own } }) {
 	const [error] = useErrorBoundary();
-	if (error) return html`<${Broken} error=${error} />`;
+	if (error) {
+		return html`<div class="empty" role="alert">
+			<p>This view failed: <code>${error.message}</code></p>
+			<button onClick=${() => location.reload()}>Load the page again</button>
+		</div>`;
+	}
 	return is_own ? html`<${View} />` : html`<${Live} View=${View} />`;
 }
 

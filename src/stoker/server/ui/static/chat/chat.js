@@ -81,18 +81,20 @@ function Composer({ sees }) {
 			toast(error);
 		}
 	};
-	const send = (event) => {
+	const give_back = (said) => {
+		set_text(said.content);
+		set_images(said.images ?? []);
+	};
+	const send = async (event) => {
 		event?.preventDefault();
 		if (running || !(text.trim() || images.length)) return;
-		talk.say(text, images);
 		set_text("");
 		set_images([]);
 		input.current.focus();
+		if ((await talk.say(text, images)) && input.current?.value === "") give_back({ content: text, images });
 	};
 	const edit = () => {
-		const said = talk.take_back();
-		set_text(said.content);
-		set_images(said.images ?? []);
+		give_back(talk.take_back());
 		input.current.focus();
 	};
 	const pressed = (event) => {
@@ -147,9 +149,10 @@ function Conversation() {
 	const end = useRef(null);
 	useEndInSight(end, messages);
 	const is_running = Boolean(talk.running.value);
+	const last = talk.taken(messages).at(-1);
 	return html`<div class="conversation" role="log" aria-label="Conversation" aria-live="off">
 		${messages.map((one, index) => {
-			const is_last = index === messages.length - 1;
+			const is_last = one === last;
 			return html`<${Message} key=${index} message=${one} is_last=${is_last} is_running=${is_last && is_running} />`;
 		})}
 		${messages.length === 0 && html`<p class="empty">Nothing was said yet. The conversation stays in this tab until you close it.</p>`}

@@ -29,7 +29,7 @@ export const running = signal(null);
 function keep() {
 	let kept = messages.value.slice(-MAX_MESSAGES);
 	const text = () => JSON.stringify({ messages: kept, options: options.value });
-	if (text().length > MAX_STORED_CHARS) kept = kept.map((one) => (one.images ? { ...one, images: [] } : one));
+	if (text().length > MAX_STORED_CHARS) kept = taken(kept).map((one) => (one.images ? { ...one, images: [] } : one));
 	while (kept.length > 1 && text().length > MAX_STORED_CHARS) kept = kept.slice(Math.ceil(kept.length / 4));
 	stored.set(text());
 }
@@ -53,12 +53,22 @@ export function tools_of(text) {
 	return list.map((one) => (one.type ? one : { type: "function", function: one }));
 }
 
+/** Without the turns that the server refused: they are shown, and sent no more. */
+export function taken(list) {
+	const kept = [];
+	for (const one of list) {
+		if (!one.refused) kept.push(one);
+		else while (kept.length && kept.at(-1).role !== "assistant") kept.pop();
+	}
+	return kept;
+}
+
 function body_of(list) {
 	const chosen = options.value;
 	const head = chosen.system.trim() ? [{ role: "system", content: chosen.system }] : [];
 	const tools = tools_of(chosen.tools);
 	return {
-		messages: [...head, ...sent(list)],
+		messages: [...head, ...sent(taken(list))],
 		model: chosen.model || "default",
 		priority: chosen.priority,
 		...(chosen.temperature === "" ? {} : { temperature: Number(chosen.temperature) }),
@@ -67,11 +77,12 @@ function body_of(list) {
 	};
 }
 
+/** True: the server refused it. */
 export const say = (content, images) => answered([...messages.value, { role: "user", content, images }]);
 
 /** Give the results of the calls of the last answer, and have it go on. */
 export function give_results(results) {
-	const calls = messages.value.at(-1).calls;
+	const calls = taken(messages.value).at(-1).calls;
 	const given = calls.map((call, index) => ({ role: "tool", id: call.id, name: call.name, content: results[index] ?? "" }));
 	return answered([...messages.value, ...given]);
 }
@@ -111,12 +122,13 @@ async function answered(list) {
 		await asked(body_of(list), seen, leaving.signal);
 		if (leaving.signal.aborted) answer = { ...answer, finish: "stopped" };
 	} catch (error) {
-		answer = { ...answer, error: { code: error.code ?? "page", message: error.message } };
+		answer = { ...answer, refused: error.status >= 400 && error.status < 500, error: { code: error.code ?? "page", message: error.message } };
 	}
 	clearTimeout(timer);
 	running.value = null;
 	messages.value = [...list, { ...answer, progress: null }].slice(-MAX_MESSAGES);
 	keep();
+	return answer.refused;
 }
 
 /** Whose conversation it is: another key begins another one. */

@@ -63,7 +63,7 @@ function Answer({ message, is_running, is_last }) {
 		${message.content && html`<${Markdown} text=${message.content} />`}
 		${message.calls.length > 0 && html`<${Calls} calls=${message.calls} is_last=${is_last && !is_running} />`}
 		${is_silent && html`<${Waiting} id=${message.id} progress=${message.progress} />`}
-		${message.error && html`<p class="failed" role="alert">${message.error.message} <code>${message.error.code}</code></p>`}
+		${message.error && html`<p class="failed" role="alert">${message.refused && "Refused, and left out of what follows: "}${message.error.message} <code>${message.error.code}</code></p>`}
 		${!is_running && html`<${Figures} message=${message} />`}
 	`;
 }

@@ -81,7 +81,7 @@ export function connection({ path, take, tell, heard }) {
 			if (performance.now() - began > LONGEST_PAUSE_MS) pause = FIRST_PAUSE_MS;
 			const wait = pause * (0.75 + Math.random() / 2);
 			tell({ state: "waiting", error, retryAt: performance.now() + wait });
-			await Promise.race([new Promise((resume) => (wake = resume)), new Promise((resume) => setTimeout(resume, wait))]);
+			await new Promise((resume) => setTimeout((wake = resume), wait));
 			pause = Math.min(2 * pause, LONGEST_PAUSE_MS);
 		}
 	}

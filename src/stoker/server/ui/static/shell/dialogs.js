@@ -17,17 +17,16 @@ function Dialog({ label, close, children }) {
 export function KeyDialog({ problem, given, close }) {
 	const [text, set_text] = useState("");
 	const has_one = Boolean(key.get());
-	const take = (event) => {
-		event.preventDefault();
-		key.set(text.trim());
+	const use = (chosen) => {
+		key.set(chosen);
 		given();
 	};
-	const forget = () => {
-		key.set("");
-		given();
+	const submit = (event) => {
+		event.preventDefault();
+		use(text.trim());
 	};
 	return html`<${Dialog} label="Key" close=${close}>
-		<form onSubmit=${take}>
+		<form onSubmit=${submit}>
 			<h2>Key</h2>
 			<p>
 				${problem ?? "What you see and may do here is what the key allows."}
@@ -38,7 +37,7 @@ export function KeyDialog({ problem, given, close }) {
 				value=${text} onInput=${(event) => set_text(event.target.value)} />
 			<div class="row">
 				<button type="submit">Use this key</button>
-				${has_one && html`<button type="button" class="plain" onClick=${forget}>Forget the key</button>`}
+				${has_one && html`<button type="button" class="plain" onClick=${() => use("")}>Forget the key</button>`}
 				<button type="button" class="plain" onClick=${close}>Close</button>
 			</div>
 		</form>

@@ -12,7 +12,6 @@ import { connection } from "./connection.js";
 const PUBLISH_MS = 100;
 const PUBLISH_BEHIND_MS = 400; // while it catches up, drawing would take the time that reading needs
 const BEHIND_S = 5;
-const EVENTS = "/v1/runtime/events";
 
 export const state = signal(initialState());
 export const now = signal(0);
@@ -60,7 +59,7 @@ function tick() {
 /** Open the stream; it stays open until the page goes. */
 export function open_feed() {
 	opened = connection({
-		path: EVENTS,
+		path: "/v1/runtime/events",
 		take,
 		heard: () => (heard_at = performance.now()),
 		tell: (told) => (line.value = { error: null, retryAt: 0, ...told, heardAt: heard_at }),

@@ -17,7 +17,7 @@ export class SseParser {
 		const whole = this.rest + text.replaceAll("\r", "");
 		const events = [];
 		let from = 0;
-		for (let end = whole.indexOf("\n\n", from); end >= 0; end = whole.indexOf("\n\n", from)) {
+		for (let end; (end = whole.indexOf("\n\n", from)) >= 0; ) {
 			const found = parsed(whole.slice(from, end));
 			if (found.data !== null) events.push(found);
 			from = end + 2;

@@ -66,7 +66,7 @@ export function ledgerOf(lines, held) {
 	const names = [...LINES, ...Object.keys(lines ?? {}).filter((name) => !LINES.includes(name) && name !== "disk").sort()];
 	const found = names.map((name, place) => ({ name, place, size: lines?.[name] ?? 0 })).filter((each) => each.size > 0);
 	const known = found.reduce((sum, each) => sum + each.size, 0);
-	if (held > known) found.push({ name: "other", place: null, size: held - known });
+	if (held > known) found.push({ name: "unaccounted", place: null, size: held - known });
 	return found;
 }
 

@@ -52,8 +52,7 @@ export function duration(seconds) {
 	if (!Number.isFinite(seconds)) return NONE;
 	const s = Math.max(0, seconds);
 	if (s < 0.00005) return "0 s";
-	if (s < 0.0995) return `${(s * 1000).toFixed(s < 0.00995 ? 1 : 0)} ms`;
-	if (s < 0.9995) return `${Math.round(s * 1000)} ms`;
+	if (s < 0.9995) return `${(s * 1000).toFixed(s < 0.00995 ? 1 : 0)} ms`;
 	if (s < 59.95) return `${s.toFixed(s < 9.95 ? 1 : 0)} s`;
 	if (s < 3599.5) {
 		const whole = Math.round(s);
@@ -64,11 +63,7 @@ export function duration(seconds) {
 	return `${Math.round(minutes / 1440)} days`;
 }
 
-export function milliseconds(ms) {
-	if (!Number.isFinite(ms)) return NONE;
-	if (ms === 0) return "0 ms";
-	return ms >= 1000 ? duration(ms / 1000) : `${ms.toFixed(ms < 10 ? 1 : 0)} ms`;
-}
+export const milliseconds = (ms) => (ms === 0 ? "0 ms" : duration(ms && ms / 1000));
 
 /** Bytes: "1.4 GiB". */
 export function bytes(size) {

@@ -34,7 +34,7 @@ export function View({ state, now, may, open }) {
 				<${Chart} ...${chart} title="Held" lines=${HELD} words=${bytes} base=${1024} />
 			</div>
 		<//>
-		<${Section} title="Stored prefixes" aside=${html`<span class="muted">${count(cache.entries ?? stored.length)}${stored.length > 0 && `, the ${count(stored.length)} longest shown`}</span>`}>
+		<${Section} title="Stored prefixes" aside=${`${count(cache.entries ?? stored.length)}${stored.length ? `, the ${count(stored.length)} longest shown` : ""}`}>
 			${tree.length
 				? html`<${Tree} tree=${tree} most=${most} open=${open} />`
 				: html`<p class="empty">${may.administrate ? "Nothing is stored yet." : "Which prefixes are stored is told to operators."}</p>`}

@@ -21,16 +21,16 @@ const COLUMNS = [
 	["Ended", "", (row) => clockTime(row.ended_at)],
 	["Request", "id", (row) => briefly(row.request_id)],
 	["Class", "", (row) => row.kind !== "load" && html`<${ClassBadge} priority=${row.priority} />`],
+	["End", "", (row) => html`<${Level} level=${row.error ? "bad" : ""}>${endWords(row)}<//>${movedWords(row)}`],
+	["End to end", "n", (row) => duration(row.end_to_end_s ?? row.ended_at - row.arrived_at)],
 	["Kind", "wide", (row) => row.kind],
 	["Model", "wide", (row) => row.model],
 	["Queue", "n wide", (row) => duration(row.queue_s)],
 	["First token", "n wide", (row) => duration(row.first_token_s)],
-	["End to end", "n", (row) => duration(row.end_to_end_s ?? row.ended_at - row.arrived_at)],
 	["Prompt", "n wide", (row) => count(row.prompt_tokens)],
 	["Stored", "n wide", (row) => (row.cached_tokens ? count(row.cached_tokens) : "")],
 	["Written", "n wide", (row) => count(row.completion_tokens)],
 	["Tokens/s", "n wide", (row) => (row.tokens_per_second == null ? "" : rate(row.tokens_per_second))],
-	["End", "", (row) => html`<${Level} level=${row.error ? "bad" : ""}>${endWords(row)}<//>${movedWords(row)}`],
 ];
 
 export function View({ state, open }) {

@@ -85,7 +85,7 @@ function names(laid) {
 		${laid.heads.map((head) => html`<b class="model-name" style=${{ top: `${head.y}px` }}>${head.model}</b>`)}
 		${laid.lanes.map(
 			(lane) => html`<span class="lane-name ${lane.is_line ? "line" : ""}" style=${{ top: `${lane.y}px`, height: `${lane.height}px` }}>
-				${lane.is_line ? "line" : lane.slot === NO_SLOT ? "–" : html`<span class="word">slot </span>${lane.slot}`}
+				${lane.is_line ? "line" : lane.slot === NO_SLOT ? html`no<span class="word"> slot</span>` : html`<span class="word">slot </span>${lane.slot}`}
 			</span>`,
 		)}`;
 }

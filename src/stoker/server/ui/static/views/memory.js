@@ -28,7 +28,7 @@ export function View(props) {
 	const [span, spans] = useSpan();
 	if (!memory?.limit) return html`<div class="view"><p class="empty">Memory has not been measured yet.</p></div>`;
 	const lead = html`<${Level} level=${levelOf(memory.pressure)}>pressure ${memory.pressure ?? "unknown"}<//>
-		<span class="muted">${percent(memory.pressure_fraction)} by ${memory.pressure_source || "footprint"}${memory.tier ? `, tier ${spaced(memory.tier)}` : ""}</span>`;
+		${percent(memory.pressure_fraction)} by ${memory.pressure_source || "footprint"}${memory.tier ? `, tier ${spaced(memory.tier)}` : ""}`;
 	return html`<div class="view memory">
 		<${Section} title="Where it is" aside=${lead}>
 			<${Ledger} title="This machine" held=${memory.footprint} lines=${memory.lines} marks=${[["limit", memory.limit], ["physical", memory.physical]]} note="${bytes(memory.available)} can still be used" />

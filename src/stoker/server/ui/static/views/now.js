@@ -30,8 +30,8 @@ export function View(props) {
 				: html`<p class="empty">No model is in memory: a request for one loads it.</p>`}
 		<//>
 		<div class="columns">
-			<${Section} title="In slots" aside=${html`<span class="muted">${running.length}</span>`}><${Running} rows=${running} now=${now} open=${open} /><//>
-			<${Section} title="The line" aside=${html`<span class="muted">${line.length}</span>`}><${Line} rows=${line} now=${now} open=${open} /><//>
+			<${Section} title="In slots" aside=${count(running.length)}><${Running} rows=${running} now=${now} open=${open} /><//>
+			<${Section} title="The line" aside=${count(line.length)}><${Line} rows=${line} now=${now} open=${open} /><//>
 		</div>
 	</div>`;
 }

@@ -80,10 +80,9 @@ export function Table({ label, columns, rows, keyOf, nameOf = () => "" }) {
 
 /** A bar from 0 to 1 with its figures as text beside it. */
 export function Meter({ fraction, label }) {
-	const width = `${Math.max(0, Math.min(1, fraction || 0)) * 100}%`;
-	const now = Math.round((fraction || 0) * 100);
+	const now = Math.round(Math.max(0, Math.min(1, fraction || 0)) * 100);
 	return html`<span class="meter" role="meter" aria-label=${label} aria-valuemin="0" aria-valuemax="100" aria-valuenow=${now}>
-		<i style=${{ width }}></i>
+		<i style=${{ width: `${now}%` }}></i>
 	</span>`;
 }
 
