@@ -153,9 +153,9 @@ class SchemaMaker:
 
 @pytest.mark.parametrize("part", range(6))
 def test_what_is_drawn_from_a_random_schema_validates(part):
-    """SPEC D2: every completed answer is valid; 300 schemas on SmolLM2's tokens."""
+    """SPEC D2: every completed answer is valid; 180 schemas on SmolLM2's tokens."""
     num_completed = 0
-    for seed in range(part * 50, part * 50 + 50):
+    for seed in range(part * 30, part * 30 + 30):
         schema = SchemaMaker(seed).make()
         jsonschema.Draft202012Validator.check_schema(schema)
         grammar = compile_grammar(schema_constraint(schema), grammar_tokenizer())
@@ -163,7 +163,7 @@ def test_what_is_drawn_from_a_random_schema_validates(part):
         if text is not None:
             num_completed += 1
             jsonschema.validate(json.loads(text), schema, jsonschema.Draft202012Validator)
-    assert num_completed >= 45
+    assert num_completed >= 27
 
 
 @needs_suite

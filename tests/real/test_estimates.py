@@ -69,7 +69,7 @@ def check(estimate: Estimate, measured: Measured) -> None:
     "changes",
     [
         {},
-        {"kv_type": "q8_0"},
+        pytest.param({"kv_type": "q8_0"}, marks=pytest.mark.slow),
         pytest.param({"n_ctx": 16384, "num_slots": 2}, marks=pytest.mark.slow),
     ],
     ids=["as usual", "quantised", "longer"],
