@@ -200,6 +200,10 @@ class RequestTooLargeError(CallerError, code="request_too_large", http_status=41
     """The body is over the limit."""
 
 
+class ContentEncodingError(CallerError, code="unsupported_content_encoding", http_status=415):
+    """The body is compressed; bodies are taken as they are alone."""
+
+
 class ModelNotFoundError(CallerError, code="model_not_found", http_status=404):
     """No such model is served or on disk."""
 

@@ -122,7 +122,7 @@ def test_what_makes_no_sense_is_refused(http: httpx.Client) -> None:
 def test_other_models_are_refused_with_the_reason(http: httpx.Client, server: Any) -> None:
     """SPEC K2, K3: a decoder has states, an encoder-decoder reads for its decoder, a reranker scores."""
     for fields, param in (
-        ({"model_class": "decoder"}, "kind"),
+        ({"model_class": "decoder"}, "model"),
         ({"model_class": "encoder-decoder"}, "model"),
         ({"pooling": "rank"}, "model"),
     ):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import logging
 import socket
@@ -72,6 +73,60 @@ def test_what_a_client_got_wrong_is_in_the_log_where_that_is_asked_for(scripted_
     (record,) = [each for each in caplog.records if each.name == "stoker.server.errors"]
     assert record.getMessage().startswith(f"POST {CHAT}: 400 invalid_request: 'temperature: ")
     assert "\n" not in record.getMessage()
+
+
+@pytest.mark.parametrize(
+    ("content", "param", "says"),
+    [
+        ([{"type": "text", "text": 5}], ".0.text", "valid string"),
+        (["x"], ".0", "an object"),
+        ([{"type": "text", "text": "a"}, {"type": "file", "file": "x"}], ".1.file", "an object"),
+        (5, "", "valid string"),
+        (None, "", "needs content"),
+    ],
+)
+def test_a_fault_inside_of_a_content_is_told_at_its_own_place(scripted_http, content, param, says):
+    """S3: though a content may be a text too."""
+    answer = scripted_http.post(CHAT, json={"messages": [{"role": "user", "content": content}]})
+    error = answer.json()["error"]
+    assert (answer.status_code, error["param"]) == (400, f"messages.0.content{param}")
+    assert error["message"].startswith(f"messages.0.content{param}: ")
+    assert says in error["message"]
+
+
+@pytest.mark.parametrize(
+    ("body", "says"),
+    [
+        (b'{"messages": "ab\xffc"}', "byte 0xff is no UTF-8 (byte 16)"),
+        (rb'{"messages": "a\ud800b"}', r"\ud800 is half of a surrogate pair (byte 15)"),
+        (rb'{"messages": "\\\ud83d\ude00\udc00"}', r"\udc00 is half of a surrogate pair (byte 28)"),
+        (rb'{"messages": "\\ud800', "truncated"),
+    ],
+)
+def test_what_makes_a_body_no_json_is_told_with_its_place(scripted_http, body, says):
+    """S3: counted from the beginning of the body."""
+    answer = scripted_http.post(CHAT, content=body)
+    assert answer.status_code == 400
+    assert says in answer.json()["error"]["message"]
+
+
+def test_a_compressed_body_is_refused_by_name(scripted_http):
+    """S3: it was read as if it were none; `identity` says that it is none."""
+    body = json.dumps({"messages": HELLO}).encode()
+    answer = scripted_http.post(CHAT, content=gzip.compress(body), headers={"Content-Encoding": "gzip"})
+    assert (answer.status_code, answer.json()["error"]["code"]) == (415, "unsupported_content_encoding")
+    assert "'gzip'" in answer.json()["error"]["message"]
+    wrong = scripted_http.post(CHAT, content=b"{}", headers={"Content-Encoding": "identity"})
+    assert wrong.status_code == 400
+
+
+def test_models_and_probes_answer_head_as_get_without_a_body(scripted_http):
+    """S6: for what only looks whether they are there."""
+    for path in ("/v1/models", "/models", "/v1/models/default", "/health", "/ready"):
+        answer = scripted_http.head(path)
+        assert (answer.status_code, answer.content) == (200, b""), path
+    assert scripted_http.head("/v1/models/no-such-model").status_code == 404
+    assert scripted_http.head(CHAT).status_code == 405
 
 
 def test_an_unknown_model_is_not_found(client):

@@ -52,6 +52,17 @@ def test_foreign_names_are_refused(hosts):
         HostList(["192.168.1.5"]).check(hosts)
 
 
+@pytest.mark.parametrize(
+    ("hosts", "says"),
+    [([], "0 headers Host"), ([b"a", b"b"], "2 headers Host"), ([b""], "an empty header Host")],
+)
+def test_a_request_without_one_host_is_told_what_it_lacks(hosts, says):
+    """S4: and not how to allow a name that it does not have."""
+    with pytest.raises(ForbiddenError, match=f"{says}; one is needed") as caught:
+        HostList([]).check(hosts)
+    assert "--allowed-host" not in caught.value.message
+
+
 def test_a_star_allows_every_name():
     """S4: the owner may open it."""
     HostList(["*"]).check([b"any.example"])

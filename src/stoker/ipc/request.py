@@ -82,15 +82,20 @@ class FinishReason(StrEnum):
     ERROR = "error"
 
 
+_MAX_SHOWN_BITS = 64  # writing a number takes time that grows with the square of its length
+
+
 def check_range(name: str, value: float, low: float, high: float) -> None:
     """Raises InvalidRequestError, with the field and the range, where the value is outside of it."""
-    if not (math.isfinite(value) and low <= value <= high):
+    if not (low <= value <= high and math.isfinite(value)):
         text = f"{name} must be between {_shown(low)} and {_shown(high)}, got {_shown(value)}"
         raise InvalidRequestError(text, param=name)
 
 
 def _shown(value: float) -> str:
     """Whole numbers with all their digits, others with six."""
+    if isinstance(value, int) and value.bit_length() > _MAX_SHOWN_BITS:
+        return f"a number of {value.bit_length()} bits"
     return str(value) if isinstance(value, int) else f"{value:g}"
 
 

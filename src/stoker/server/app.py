@@ -66,6 +66,9 @@ _VERSION = "/v1"
 _KNOWN_ELSEWHERE = frozenset({"generate", "embeddings", "rerank", "models"})  # tags of routes
 
 
+_LOOKED_AT = frozenset({"models", "probes"})  # tags of routes whose GET answers HEAD too
+
+
 def create_app(context: ServerContext) -> FastAPI:
     """The application around `context`."""
     app = FastAPI(title="Stoker", version=version("stoker"), docs_url=None, redoc_url=None)
@@ -88,6 +91,9 @@ def create_app(context: ServerContext) -> FastAPI:
 
 def _include(app: FastAPI, routes: APIRouter) -> None:
     """Add routes; what other servers answer too is answered without /v1 as well, as those do."""
+    for each in [one for one in routes.routes if isinstance(one, APIRoute)]:
+        if "GET" in (each.methods or ()) and _LOOKED_AT.intersection(each.tags):
+            routes.add_api_route(each.path, each.endpoint, methods=["HEAD"], include_in_schema=False)
     app.include_router(routes)
     for route in routes.routes:
         if isinstance(route, APIRoute) and _KNOWN_ELSEWHERE.intersection(route.tags):

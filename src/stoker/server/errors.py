@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
     from fastapi import FastAPI
     from pydantic import ValidationError
+    from pydantic_core import ErrorDetails
     from starlette.requests import Request
     from starlette.types import Scope
 
@@ -53,6 +54,8 @@ _MESSAGES_TYPES = {
 }
 _STATUS_CODES = {404: "not_found", 405: "method_not_allowed"}
 _UNION_TAGS = frozenset({"str", "int", "float", "bool", "none"})
+_OBJECT_TYPES = frozenset({"model_type", "model_attributes_type", "dict_type"})
+_OBJECT_TEXT = "Input should be an object"  # pydantic says "dictionary" and names classes
 _RETRY_STATUSES = frozenset({429, 503})
 _MAX_NAME_CHARS = 64  # of a key that the caller chose, in an error
 _CLIENT_CLOSED = 499  # it is not read; logs of proxies use this number
@@ -127,12 +130,23 @@ def error_response(info: ErrorInfo, scope: Scope, headers: Mapping[str, str] | N
 
 
 def invalid_body(error: ValidationError) -> InvalidRequestError:
-    """The first problem pydantic found, with the path of the field as `param`."""
-    problem = error.errors(include_url=False, include_input=False, include_context=False)[0]
-    path = [str(part)[:_MAX_NAME_CHARS] for part in problem["loc"] if not _is_union_tag(part)]
-    param = ".".join(path) or None
-    text = problem["msg"].removeprefix("Value error, ")
+    """The first problem pydantic found, with the path of the field as `param`.
+
+    Of a field that may have several types there is one for each: what came is of the type whose problem lies
+    deepest inside of it.
+    """
+    problems = error.errors(include_url=False, include_input=False, include_context=False)
+    first = _path(problems[0])
+    alike = (each for each in problems if _path(each)[: len(first)] == first)
+    problem = max(alike, key=lambda each: len(_path(each)))
+    param = ".".join(_path(problem)) or None
+    text = _OBJECT_TEXT if problem["type"] in _OBJECT_TYPES else problem["msg"].removeprefix("Value error, ")
     return InvalidRequestError(f"{param}: {text}" if param else text, param=param)
+
+
+def _path(problem: ErrorDetails) -> list[str]:
+    """Where it is in the body."""
+    return [str(part)[:_MAX_NAME_CHARS] for part in problem["loc"] if not _is_union_tag(part)]
 
 
 def _is_union_tag(part: int | str) -> bool:

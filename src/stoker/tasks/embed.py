@@ -89,11 +89,17 @@ async def embed_texts(
 
 # ---------------------------------------------------------------- which model does what
 
-_ASK_STATE = 'of other models "kind": "state" gives the state that a prompt leaves'
+_NO_VECTORS = "no encoder, and gives no embeddings of texts"
+ASK_STATE = '; "kind": "state" gives the state that a prompt leaves'
 
 
-def require_embedding(info: ModelInfo) -> None:
-    """Raises UnsupportedError where a model gives no vectors of texts (SPEC K2, K3), as far as is known."""
+def require_embedding(info: ModelInfo, hint: str = ASK_STATE) -> None:
+    """Raises UnsupportedError where a model gives no vectors of texts (SPEC K2, K3), as far as is known.
+
+    Args:
+        info: of the model.
+        hint: what the caller may ask a decoder for in place of them.
+    """
     what = f"{info.id} is {info.class_text}"
     if info.model_class == ModelClass.ENCODER_DECODER:
         raise UnsupportedError(
@@ -101,7 +107,7 @@ def require_embedding(info: ModelInfo) -> None:
             param="model",
         )
     if info.model_class not in {ModelClass.ENCODER, ""}:
-        raise UnsupportedError(f"{what}, no encoder: {_ASK_STATE}", param="kind")
+        raise UnsupportedError(f"{what}, {_NO_VECTORS}{hint}", param="model")
     if info.pooling == Pooling.RANK:
         raise UnsupportedError(f"{info.id} is a reranker: it scores, it gives no vectors", param="model")
 
@@ -130,7 +136,7 @@ def _request(text: Prompt, fields: Mapping[str, Any]) -> GenerateRequest:
 
 def _vector_of(tensor: Tensor, info: ModelInfo) -> bytes:
     if tensor.name != _VECTOR:  # a model whose class was not known before it was loaded
-        raise UnsupportedError(f"{info.id} is no encoder: {_ASK_STATE}", param="kind")
+        raise UnsupportedError(f"{info.id} is {_NO_VECTORS}{ASK_STATE}", param="model")
     return tensor.data
 
 

@@ -19,7 +19,7 @@ from stoker.ipc.request import check_range
 from stoker.server.anthropic.writer import MessageChunks, MessageHead, WholeMessage
 from stoker.server.context import ServerContext
 from stoker.server.errors import OriginRules
-from stoker.server.fields import GenerationFields, Int, ResponseFormat, names_progress
+from stoker.server.fields import GenerationFields, ResponseFormat, names_progress
 from stoker.server.inbound.body import Body, Described, Many, Name, Named, read_body
 from stoker.server.openai.chat import Translation, prompt_tokens, translated_turn
 from stoker.server.openai.conversation import ThinkingFields
@@ -42,7 +42,7 @@ class MessagesRequest(ThinkingFields, GenerationFields):
     """A message to make."""
 
     messages: Many[MessageTurn]
-    max_tokens: Int
+    max_tokens: int
     system: str | Many[Named[Any]] | None = None
     stop_sequences: Many[str] | None = None
     tools: Many[Named[Any]] | None = None
@@ -141,7 +141,7 @@ class MessagesRequest(ThinkingFields, GenerationFields):
 class CountTokensRequest(MessagesRequest):
     """A message whose prompt is to be counted."""
 
-    max_tokens: Int | None = None  # type: ignore[assignment] # nothing is generated
+    max_tokens: int | None = None  # type: ignore[assignment] # nothing is generated
 
 
 # ------------------------------------------------------------ turns

@@ -20,7 +20,13 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from starlette.requests import ClientDisconnect
 
-from stoker.errors import InvalidRequestError, RequestTimeoutError, RequestTooLargeError, ServerBusyError
+from stoker.errors import (
+    ContentEncodingError,
+    InvalidRequestError,
+    RequestTimeoutError,
+    RequestTooLargeError,
+    ServerBusyError,
+)
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable
@@ -224,6 +230,16 @@ class IncomingBodies:
         """Refuse a body that says it is too long before any of it is sent. Raises RequestTooLargeError."""
         if any(length.isdigit() and int(length[:20]) > self.max_body_bytes for length in lengths):
             raise self._too_large()
+
+    @staticmethod
+    def check_encoding(encodings: Iterable[bytes]) -> None:
+        """Refuse a body that is compressed: what it unpacks to has no bound. Raises ContentEncodingError."""
+        for encoding in encodings:
+            if encoding.strip().lower() not in (b"", b"identity"):
+                name = encoding.decode("latin-1")[:40]
+                raise ContentEncodingError(
+                    f"Content-Encoding is {name!r}; bodies are taken uncompressed only"
+                )
 
     @contextlib.asynccontextmanager
     async def received(

@@ -63,6 +63,10 @@ _MAX_NAMED = 8
 _MAX_NAME_CHARS = 40
 _UNSAFE = re.compile(r"[^A-Za-z0-9_.:-]")
 
+_ESCAPED_BACKSLASH_OR_SURROGATE = re.compile(
+    rb"\\\\|\\u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2}|(?P<lone>\\u[dD][89a-fA-F][0-9a-fA-F]{2})"
+)
+
 T = TypeVar("T")
 
 
@@ -173,10 +177,22 @@ def _validated(model: type[B], data: bytearray) -> tuple[B, list[str]]:
     try:
         document = msgspec.json.decode(data) if data else {}
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise InvalidRequestError(f"the body is not valid JSON: {error}") from None
+        raise InvalidRequestError(f"the body is not valid JSON: {_fault(data) or error}") from None
     data.clear()  # an image is megabytes, and the document has them now
     body = validated(model, document)
     return body, list(islice(unknown_names(model, document), MAX_UNKNOWN))
+
+
+def _fault(data: bytearray) -> str:
+    """What makes text no JSON, and where, if the decoder tells that wrongly; empty: it tells it."""
+    try:
+        data.decode()
+    except UnicodeDecodeError as error:  # the decoder counts from the beginning of a string
+        return f"byte 0x{data[error.start]:02x} is no UTF-8 (byte {error.start})"
+    for found in _ESCAPED_BACKSLASH_OR_SURROGATE.finditer(data):  # which it takes for an end of the text
+        if found["lone"]:
+            return f"{found['lone'].decode()} is half of a surrogate pair (byte {found.start()})"
+    return ""
 
 
 def validated(model: type[B], document: Any) -> B:

@@ -179,6 +179,7 @@ class WorkGate:
         if not _is_open(scope):
             identity = self._identification(scope, visit)()
         self._bodies.check_declared(_header(scope, b"content-length"))
+        self._bodies.check_encoding(_header(scope, b"content-encoding"))
         return identity
 
     def _identification(self, scope: Scope, visit: Visit) -> Callable[[], Identity]:

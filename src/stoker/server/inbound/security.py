@@ -61,7 +61,10 @@ class HostList:
             ForbiddenError: it is not allowed.
         """
         host = hosts[0].decode("latin-1") if len(hosts) == 1 else ""
-        if not host or ("*" not in self._names and _host_name(host) not in self._names):
+        if not host:
+            what = f"{len(hosts)} headers Host" if len(hosts) != 1 else "an empty header Host"
+            raise ForbiddenError(f"the request has {what}; one is needed, with the name of this server")
+        if "*" not in self._names and _host_name(host) not in self._names:
             raise ForbiddenError(
                 f"Host {host[:200]!r} is not allowed; the owner of this server can allow it with"
                 f" --allowed-host {_host_name(host)[:200]}"

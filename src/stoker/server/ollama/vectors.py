@@ -13,7 +13,7 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
-from stoker.errors import ContextLengthError, InvalidRequestError, UnsupportedError
+from stoker.errors import ContextLengthError, InvalidRequestError
 from stoker.ipc.status import CallKind
 from stoker.server.context import ServerContext
 from stoker.server.fields import Int, header_fields, present
@@ -117,13 +117,7 @@ async def _embedded(
         ContextLengthError: a text is too long and is not to be cut.
         StokerError: why there are none.
     """
-    try:
-        require_embedding(info)
-    except UnsupportedError as error:
-        if error.param != "kind":
-            raise
-        text = f"{info.id} is {info.class_text}: this model does not support embeddings"
-        raise UnsupportedError(text, param="model") from error  # no field of this API asks for its state
+    require_embedding(info, hint="")  # no field of this API asks for a state
     fields = how | present(
         cache_salt=salt_of(request.state.key_digest, ""), keep_alive_s=kept_seconds(body.keep_alive)
     )

@@ -55,7 +55,7 @@ class CompletionRequest(GenerationFields):
     max_values: ClassVar[int] = VALUES_WITH_TOKENS
 
     prompt: str | Many[str] | TokenIds | Many[TokenIds]
-    max_tokens: Int | None = Field(None, validation_alias=AliasChoices("max_tokens", "n_predict"))
+    max_tokens: int | None = Field(None, validation_alias=AliasChoices("max_tokens", "n_predict"))
     logprobs: Int | None = None
     echo: bool | None = None
     suffix: str | None = None

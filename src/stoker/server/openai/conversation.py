@@ -128,7 +128,8 @@ def _turn(message: Message, where: str, model: str) -> dict[str, Any]:
     elif role == "function":
         optional["tool_call_id"] = call_id(message.get("name") or "")
     if content is None and not (optional["tool_calls"] or optional.get("reasoning_content")):
-        raise InvalidRequestError(f"{where}.content: a {role} message needs content", param=where)
+        place = f"{where}.content"
+        raise InvalidRequestError(f"{place}: a {role} message needs content", param=place)
     turn = {"role": _ROLES.get(role, role), "content": _content(content, f"{where}.content", model)}
     return turn | {name: value for name, value in optional.items() if value is not None}
 
@@ -239,8 +240,8 @@ class ConversationFields(ThinkingFields):
 class ChatRequest(ConversationFields, GenerationFields):
     """A chat completion to make."""
 
-    max_tokens: Int | None = Field(None, validation_alias=AliasChoices("max_tokens", "n_predict"))
-    max_completion_tokens: Int | None = None
+    max_tokens: int | None = Field(None, validation_alias=AliasChoices("max_tokens", "n_predict"))
+    max_completion_tokens: int | None = None
     logprobs: bool | None = None
     top_logprobs: Int | None = None
     response_format: ResponseFormat | None = None

@@ -55,7 +55,7 @@ class ResponsesRequest(ThinkingFields, GenerationFields):
 
     input: str | Many[Named[Any]]
     instructions: str | None = None
-    max_output_tokens: Int | None = None
+    max_output_tokens: int | None = None
     max_tool_calls: Int | None = Field(None, ge=1)
     store: bool | None = None
     tools: Many[Named[Any]] | None = None
