@@ -405,7 +405,7 @@ async def watched_hour(browser, page, last_at):
     await expect(page.locator(".rows-box")).to_have_attribute("aria-rowcount", str(NUM_ROWS + 1))
     await page.locator(".rows-box .rows").evaluate(SCROLL)
     await page.evaluate("location.hash = '#/now'")
-    await expect(page.locator(".links")).to_be_attached()
+    await expect(page.locator(".canvas .links")).to_be_attached()
     return heap_bytes, max(read_ms, longest_task_ms(await browser.stop_tracing()))
 
 
