@@ -12,7 +12,7 @@ from __future__ import annotations
 import difflib
 import os
 import tomllib
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import NoneType, UnionType
@@ -44,6 +44,7 @@ from stoker.site_settings import (
     PerModelSettings,
     Placements,
     read_tables,
+    shared_hashes,
 )
 
 APP = "stoker"
@@ -348,12 +349,15 @@ class _Layer:
     spelled: Mapping[str, str]
 
 
-def load_settings(flags: Mapping[str, Any], config: Path | None) -> tuple[EngineSettings, ServerSettings]:
+def load_settings(
+    flags: Mapping[str, Any], config: Path | None, left_out: Collection[str] = ()
+) -> tuple[EngineSettings, ServerSettings]:
     """Settings from flags, `STOKER_*` and a TOML file, the first that names one winning.
 
     Args:
         flags: by field name; None means the flag was not given.
         config: TOML file, or None.
+        left_out: keys of the file that are not read, such as `port`, `models.NAME` or `models.NAME.slots`.
 
     Raises:
         InvalidRequestError: unknown name, wrong type or value out of range; `param` names the setting, the
@@ -362,7 +366,7 @@ def load_settings(flags: Mapping[str, Any], config: Path | None) -> tuple[Engine
     """
     layers = [_given(flags), _read_environment()]
     if config is not None:
-        layers.append(_read_toml(config))
+        layers.append(_read_toml(config, left_out))
     merged: dict[str, Any] = {}
     for layer in reversed(layers):
         merged |= layer.values
@@ -388,6 +392,8 @@ def mistakes_of(document: Mapping[str, Any]) -> Iterator[InvalidRequestError]:
         if key in tables and isinstance(value, dict):
             for name, table in value.items():
                 yield from _mistakes_of_table(key, tables[key], name, table)
+            if key == "keys":
+                yield from shared_hashes({name: _hash_in(table) for name, table in value.items()})
             continue
         try:
             name = _known(key)
@@ -398,6 +404,14 @@ def mistakes_of(document: Mapping[str, Any]) -> Iterator[InvalidRequestError]:
             own = f"{key}{dot}{rest}" if head == _SINGULAR.get(key) else error.param  # as it is written there
             text = error.message.removeprefix(f"{error.param}: ")
             yield InvalidRequestError(f"{own}: {text}", param=own)
+
+
+def _hash_in(table: object) -> str:
+    """The hash in a table of a key; empty: it has none, or a wrong one."""
+    try:
+        return KeySettings(hash=table["hash"]).hash if isinstance(table, dict) else ""
+    except (KeyError, InvalidRequestError):
+        return ""
 
 
 def _check_no_table(key: str, name: str, value: object) -> None:
@@ -517,12 +531,14 @@ def toml_problem(error: tomllib.TOMLDecodeError) -> str:
     return f"not valid TOML: {error}{also}"
 
 
-def _read_toml(path: Path) -> _Layer:
+def _read_toml(path: Path, left_out: Collection[str] = ()) -> _Layer:
     text = settings_text(path)
     try:
         found = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
         raise InvalidRequestError(f"{path} is {toml_problem(error)}", param="config") from None
+    for place in left_out:
+        _leave_out(found, place)
     if isinstance(found.get("models"), dict):
         found["model_tables"] = found.pop("models")
     try:
@@ -532,3 +548,20 @@ def _read_toml(path: Path) -> _Layer:
     except InvalidRequestError as error:
         raise InvalidRequestError(f"{path}: {error.message}", param=error.param) from None
     return _Layer({_known(key): value for key, value in found.items()}, spelled)
+
+
+def _leave_out(table: dict[str, Any], place: str) -> bool:
+    """Take a key out of a table, or, where it is not there, the innermost table that was to hold it.
+
+    Returns:
+        Whether there was anything to take out.
+    """
+    place = place.replace("-", "_")
+    for key, value in table.items():
+        name = key.replace("-", "_")
+        if place == name or place.startswith(f"{name}."):
+            rest = place[len(name) + 1 :]
+            if not (rest and isinstance(value, dict) and _leave_out(value, rest)):
+                del table[key]
+            return True
+    return False

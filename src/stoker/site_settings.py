@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 import re
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
@@ -370,13 +370,19 @@ class KeySettings(FrozenSettings):
 
 def _read_keys(given: object) -> dict[str, KeySettings]:
     found = read_tables("keys", KeySettings, given)
-    by_hash: dict[str, str] = {}
-    for name, key in found.items():
-        other = by_hash.setdefault(key.hash, name)
-        if other != name:
-            text = f"keys.{name}.hash: it is that of keys.{other} too"
-            raise InvalidRequestError(text, param=f"keys.{name}.hash")
+    for error in shared_hashes({name: key.hash for name, key in found.items()}):
+        raise error
     return found
+
+
+def shared_hashes(hashes: Mapping[str, str]) -> Iterator[InvalidRequestError]:
+    """An error for each key whose hash an earlier one has too; hashes by the key's name, empty for none."""
+    first: dict[str, str] = {}
+    for name, value in hashes.items():
+        other = first.setdefault(value, name)
+        if value and other != name:
+            text = f"keys.{name}.hash: it is that of keys.{other} too"
+            yield InvalidRequestError(text, param=f"keys.{name}.hash")
 
 
 Keys = Annotated[dict[str, KeySettings], BeforeValidator(_read_keys), Field(max_length=MAX_KEYS)]

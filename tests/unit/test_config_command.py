@@ -47,6 +47,7 @@ def test_every_mistake_is_told_with_its_line(tmp_path):
         ["6", " models.chat.ctx_sise"],
         ["7", " models.chat.slots"],
         ["10", " keys.a.hash"],
+        ["5", " models.chat.file"],
     ]
     assert "did you mean ctx_size" in told.output
     assert told.exit_code == 1
@@ -121,6 +122,90 @@ def test_what_serve_would_refuse_is_told_at_its_line(tmp_path, text, place, told
     (line,) = result.output.splitlines()
     assert line.startswith(f"{file}:{place}: ")
     assert told in line
+
+
+HASH = "0" * 64
+STAGES = [
+    (
+        f"""slots = 0
+            [models.a]
+            file = "/nope.gguf"
+            [keys.k]
+            hash = "{HASH}"
+            models = ["nope", "a"]
+        """,
+        ["1: slots", "3: models.a.file", "6: keys.k.models"],
+    ),
+    (
+        """[models.a]
+            file = "fake:"
+            aliases = ["x"]
+            [models.b]
+            file = "fake:"
+            aliases = ["x"]
+            draft_model = "nope"
+            [models.c]
+            file = "nope.gguf"
+            aliases = ["x"]
+        """,
+        ["7: models.b.draft_model", "9: models.c.file", "6: models.b.aliases", "10: models.c.aliases"],
+    ),
+    (
+        """[models.a]
+            file = "fake:"
+            lora = ["q", "r"]
+            chat_template = "nofile"
+            mmproj = "nofile"
+        """,
+        ["4: models.a.chat_template", "3: models.a.lora", "3: models.a.lora", "5: models.a.mmproj"],
+    ),
+    (
+        """[models.a]
+            file = "nope.gguf"
+            lora = ["q"]
+            chat_template = "nofile"
+            mmproj = "nofile"
+        """,
+        ["2: models.a.file", "4: models.a.chat_template", "3: models.a.lora", "5: models.a.mmproj"],
+    ),
+    (
+        """draft_model = "nope"
+            chat_template = ["nofile", "b=nofile"]
+            lora = ["q", "r"]
+            port = 70000
+            admin_key_file = "nofile"
+            [models."a.b"]
+            file = "fake:"
+            ctx-size = -1
+        """,
+        [
+            *("4: port", "8: models.a.b.ctx_size", "2: chat_template", "2: chat_template"),
+            *("1: draft_model", "3: lora", "3: lora", "5: admin_key_file"),
+        ],
+    ),
+    (
+        f"""models = ["fake:", "nope"]
+            [keys.x]
+            hash = "{HASH}"
+            [keys.y]
+            hash = "sha256:{HASH}"
+            models = ["fake", "nope", "other"]
+            [keys.z]
+            models = ["others"]
+        """,
+        ["7: keys.z.hash", "5: keys.y.hash", "1: models", "6: keys.y.models", "8: keys.z.models"],
+    ),
+]
+
+
+@pytest.mark.parametrize(("text", "places"), STAGES)
+def test_no_mistake_hides_another(tmp_path, text, places):
+    """G8: neither in one table nor between models, keys and what stands beside them."""
+    file = tmp_path / "stoker.toml"
+    file.write_text(text, encoding="utf-8")
+    lines = [line.removeprefix(f"{file}:").split(": ", 2) for line in run("check", file).output.splitlines()]
+    assert [": ".join(line[:2]) for line in lines] == places
+    assert not [line for line in lines if line[1] in line[2]]  # the place is told once
 
 
 def test_a_key_needs_a_name():
