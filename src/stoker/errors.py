@@ -177,7 +177,7 @@ class UnsupportedError(CallerError, code="unsupported"):
 
 
 class WorkLimitError(CallerError, code="work_limit_exceeded"):
-    """A template, grammar or document takes more than it may; details: `limit_s` or `limit_bytes`."""
+    """A template, grammar or document takes more than it may; details carry the limits."""
 
 
 class AuthenticationError(CallerError, code="invalid_api_key", http_status=401):
