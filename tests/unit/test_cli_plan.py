@@ -96,6 +96,18 @@ def test_the_table_names_every_line_and_what_is_degraded(model: Path, machine: A
     assert f"context {N_CTX // 2} instead of {N_CTX}" in output
 
 
+def test_a_context_past_the_trained_one_is_told_with_the_number_that_was_typed(
+    model: Path, machine: Any
+) -> None:
+    """SPEC R2: cells are allocated in blocks; a rounded number is none that anybody asked for."""
+    machine(6 * 2**30, 8 * 2**30)
+    _, output = run(model, "--ctx", "99999999")
+    assert " instead of 99999999\n" in output
+    assert f"trained on {N_CTX} tokens: one request gets no more" in output
+    assert "trained on" not in run(model, "--ctx", str(N_CTX))[1]
+    assert record(model, "--ctx", "99999999")[1]["n_ctx_train"] == N_CTX
+
+
 def test_what_does_not_fit_now_exits_with_1_and_numbers(model: Path, machine: Any) -> None:
     """SPEC R1: refused with needed, free and margin, though the machine is large enough."""
     machine(600 * MIB - 512 * MIB // 8, 8 * 2**30)

@@ -184,6 +184,13 @@ STAGES = [
         ],
     ),
     (
+        """[models.a]
+            file = "fake:"
+            lora = ["q=fake:x", "q=fake:y"]
+        """,
+        ["3: models.a.lora"],
+    ),
+    (
         f"""models = ["fake:", "nope"]
             [keys.x]
             hash = "{HASH}"

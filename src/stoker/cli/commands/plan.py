@@ -49,6 +49,7 @@ class _Plan:
     estimate: Estimate
     budget: MemoryBudget
     tier: str
+    n_ctx_train: int
     degraded: tuple[str, ...] = ()
     reason: str = ""
 
@@ -120,8 +121,10 @@ def _plan(settings: EngineSettings, model: str | None, mmproj: Path | None) -> _
     from stoker.models.memory_estimate.fit import MemoryBudget, smallest, weigh
     from stoker.models.memory_estimate.placing import Placing
     from stoker.models.placement import chosen_devices, with_device_ids
+    from stoker.models.store import ModelStore
 
-    spec = _spec(settings, model, mmproj)
+    file = ModelStore(settings.models_dir).resolve(model)
+    spec = _spec(settings, file, mmproj)
     reader = open_model(spec.path)
     there = reader.devices() if spec.placement.has_devices else ()
     devices, spec = chosen_devices(spec.placement, there), with_device_ids(spec, there)
@@ -148,6 +151,7 @@ def _plan(settings: EngineSettings, model: str | None, mmproj: Path | None) -> _
         estimate=fitted.estimate,
         budget=budget,
         tier=tier,
+        n_ctx_train=file.n_ctx_train,
         degraded=fitted.degraded,
         reason=reason,
     )
@@ -177,13 +181,11 @@ def _why_too_large(least: Estimate, budget: MemoryBudget) -> str:
     return f"{needed}; the limit of {limit} leaves nothing beside the margin of {margin} that stays free"
 
 
-def _spec(settings: EngineSettings, model: str | None, mmproj: Path | None) -> ModelSpec:
+def _spec(settings: EngineSettings, file: ModelFile, mmproj: Path | None) -> ModelSpec:
     from msgspec.structs import replace
 
     from stoker.client.models.specs import ModelSource
-    from stoker.models.store import ModelStore
 
-    file = ModelStore(settings.models_dir).resolve(model)
     spec = ModelSource(settings).described(file).spec
     return spec if mmproj is None else replace(spec, projector=_projector(mmproj, file))
 
@@ -208,6 +210,7 @@ def _as_record(found: _Plan) -> dict[str, object]:
         "reason": found.reason,
         "degraded": list(found.degraded),
         "n_ctx": found.estimate.n_ctx,
+        "n_ctx_train": found.n_ctx_train,
         "slots": found.spec.num_slots,
         "kv_type": found.spec.kv_type,
         "kv_layout": found.estimate.kv_layout,
@@ -248,6 +251,8 @@ def _show(found: _Plan) -> None:
     lead = "->" if found.can_load else "even with"
     for phrase in found.degraded:
         console.print(f"  {lead} {escape(phrase)}")
+    if 0 < found.n_ctx_train < found.estimate.n_ctx:
+        console.print(f"  trained on {found.n_ctx_train} tokens: one request gets no more")
 
 
 def _layers(found: _Plan) -> str:

@@ -164,9 +164,7 @@ def _checked(
             found = [_unread(name, field, part) for part in parts]
         else:
             found = [why_not(right.replace(**{field: part})) for part in parts]
-            whole = right.replace(**{field: value})
-            found = found if any(found) else [why_not(whole)]
-            right = right if any(found) else whole
+            right = right if any(found) else right.replace(**{field: value})
         errors += filter(None, found)
     return errors, right
 

@@ -306,8 +306,8 @@ def _pools(spec: ModelSpec, asked: Estimate) -> Iterator[int]:
 def _fitted(fit: Fit, spec: ModelSpec, asked: Estimate, smaller: ModelSpec, found: Estimate) -> FittedSpec:
     phrases = []
     if smaller.pool_cells != spec.pool_cells:
-        sizes = found.n_ctx or smaller.pool_cells, asked.n_ctx or spec.pool_cells
-        phrases.append(f"context {sizes[0]} instead of {sizes[1]}")
+        wanted = min(filter(None, (asked.n_ctx, spec.pool_cells)))  # the estimate's is rounded up
+        phrases.append(f"context {found.n_ctx or smaller.pool_cells} instead of {wanted}")
     if smaller.kv_type != spec.kv_type:
         phrases.append(f"{smaller.kv_type} cells instead of {spec.kv_type or '16-bit'} ones")
     if smaller.num_slots != spec.num_slots:
