@@ -11,7 +11,8 @@ from stand_in import HOLD, StandInRuntime, delta
 
 from stoker.errors import EngineError
 from stoker.ipc.request import Priority
-from stoker.ipc.status import CacheStatus, EngineHealth, EngineStatus, SlotStatus, WaitStatus
+from stoker.ipc.status import CacheStatus, EngineHealth, EngineStatus, ModelStatus, SlotStatus, WaitStatus
+from stoker.server.context import loading_text
 
 HELLO = [{"role": "user", "content": "Say hello"}]
 CHAT = "/v1/chat/completions"
@@ -35,10 +36,24 @@ def test_before_the_models_are_there_only_health_answers(start_server, until):
         for answer in refused:
             assert (answer.status_code, answer.json()["error"]["code"]) == (503, "not_ready")
             assert int(answer.headers["retry-after"]) >= 1
+        says = [answer.json()["error"]["message"] for answer in refused]
+        assert (
+            says[0] == "the models are not ready yet (0 of 1); /ready tells when they are"
+        )  # it asks for no key
+        assert says[1] == "the models are not ready yet (stand-in: loading); /ready tells when they are"
         assert not server.ready.done()
         server.call(server.runtime.finish_loading)
         until(lambda: http.get("/ready").status_code == 200)
     assert server.ready.result(60)["models"] == ["stand-in"]
+
+
+def test_a_refusal_says_how_far_each_model_is():
+    """S3: those that are on their way, a few of them; nothing where nothing is known."""
+    half = ModelStatus(id="a", state="loading", stage="weights", fraction=0.4)
+    others = [ModelStatus(id=f"m{at}", state="downloading") for at in range(5)]
+    assert loading_text([ModelStatus(id="b", state="ready"), half]).endswith(" (a: loading, weights, 40%)")
+    assert loading_text([half, *others]).endswith("; m1: downloading; m2: downloading; 2 more)")
+    assert loading_text([]) == "the models are not ready yet"
 
 
 def test_models_are_listed_and_found(client, http):

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from stoker.errors import NotReadyError
+from stoker.ipc.model import ModelLife
 from stoker.server.inbound.bodies import IncomingBodies
 from stoker.server.inbound.named_keys import NamedKeys
 from stoker.server.inbound.quotas import Quotas
@@ -29,6 +30,8 @@ if TYPE_CHECKING:
     from stoker.settings import ServerSettings
 
 RETRY_AFTER_S = 2.0
+_ON_THEIR_WAY = frozenset({ModelLife.DOWNLOADING, ModelLife.LOADING})
+_MAX_TOLD = 4
 
 
 @dataclass
@@ -97,8 +100,11 @@ class ServerContext:
         for changed in tuple(self.on_keys):
             changed()
 
-    def require_ready(self) -> None:
+    def require_ready(self, about: Callable[[Sequence[ModelStatus]], str] | None = None) -> None:
         """Refuse work that cannot start now.
+
+        Args:
+            about: says how far the models are; None: by their names.
 
         Raises:
             NotReadyError: models are loading, no engine starts, or the server stops.
@@ -109,11 +115,28 @@ class ServerContext:
             return
         health = self.runtime.health()
         if health.is_alive:
-            raise NotReadyError(
-                "the models are not ready yet; /ready tells when", retry_after_s=RETRY_AFTER_S
-            )
+            text = (about or loading_text)(self.runtime.model_states())
+            raise NotReadyError(f"{text}; /ready tells when they are", retry_after_s=RETRY_AFTER_S)
         text = f"the engine is {health.state} for {health.for_s:.0f} s, last: {health.reason}"
         raise NotReadyError(text, retry_after_s=max(RETRY_AFTER_S, health.next_start_s or 0.0))
+
+
+def loading_text(models: Sequence[ModelStatus]) -> str:
+    """Which models are on their way, and how far: "a: loading, weights, 40 %"."""
+    told = []
+    for model in models:
+        if model.state in _ON_THEIR_WAY:
+            share = f"{model.fraction:.0%}" if model.fraction else ""
+            told.append(f"{model.id}: {', '.join(filter(None, (model.state, model.stage, share)))}")
+    more = [f"{len(told) - _MAX_TOLD} more"] if len(told) > _MAX_TOLD else []
+    names = "; ".join([*told[:_MAX_TOLD], *more])
+    return f"the models are not ready yet ({names})" if names else "the models are not ready yet"
+
+
+def ready_count_text(models: Sequence[ModelStatus]) -> str:
+    """The same without names, for those who come without a key."""
+    num_ready = sum(model.state == ModelLife.READY for model in models)
+    return f"the models are not ready yet ({num_ready} of {len(models)})"
 
 
 def models_now(status: RuntimeStatus, heard: Sequence[ModelStatus]) -> list[ModelStatus]:

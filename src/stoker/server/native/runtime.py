@@ -20,7 +20,7 @@ from starlette.responses import Response
 from stoker.client.figures import cache_document, memory_document
 from stoker.errors import StokerError
 from stoker.ipc.usage import Usage
-from stoker.server.context import ServerContext, models_now
+from stoker.server.context import ServerContext, models_now, ready_count_text
 from stoker.server.inbound.security import Identity
 from stoker.server.native.events import ANOTHER
 from stoker.server.reply import json_response
@@ -336,7 +336,7 @@ def _add_probes(routes: APIRouter, context: ServerContext) -> None:
     @routes.get("/ready", tags=["probes"])
     async def ready() -> Response:
         """Requests are taken; 503 until then. A suspended runtime takes them and keeps them."""
-        context.require_ready()
+        context.require_ready(ready_count_text)
         state = context.runtime.health().state
         return json_response({"status": "ready" if state == "serving" else state})
 
