@@ -84,10 +84,10 @@ class Readers:
 
 
 @asynccontextmanager
-async def _served() -> AsyncIterator[str]:
-    """The URL of a server of its own, which ends with the block."""
-    command = [sys.executable, "-m", "stoker.cli", "serve", "-m", MODEL, "--port", "0"]
-    command += ["--slots", str(NUM_STREAMS), "--quiet"]
+async def served(model: str, *options: str) -> AsyncIterator[str]:
+    """The URL of a server of its own, which ends with the block; without a model the embedded one answers."""
+    command = [sys.executable, "-m", "stoker.cli", "serve", "--port", "0", *options]
+    command += ["--slots", str(NUM_STREAMS), "--quiet", *(["-m", model] if model else [])]
     pipe, nowhere = asyncio.subprocess.PIPE, asyncio.subprocess.DEVNULL
     server = await asyncio.create_subprocess_exec(*command, stdout=pipe, stderr=nowhere)
     assert server.stdout is not None, "it was asked for"
@@ -102,9 +102,9 @@ async def _served() -> AsyncIterator[str]:
         await server.wait()
 
 
-async def _stream(http: httpx.AsyncClient, counts: list[int]) -> None:
-    """An answer without end; `counts` has the tokens of all."""
-    body = {"prompt": "x", "max_tokens": 1_000_000, "ignore_eos": True, "stream": True}
+async def stream(http: httpx.AsyncClient, counts: list[int], max_tokens: int = 1_000_000) -> None:
+    """An answer; `counts` has the tokens of all."""
+    body = {"prompt": "x", "max_tokens": max_tokens, "ignore_eos": True, "stream": True}
     async with http.stream("POST", "/v1/completions", json=body) as answer:
         async for line in answer.aiter_lines():
             counts[0] += line.startswith("data: {")
@@ -112,22 +112,22 @@ async def _stream(http: httpx.AsyncClient, counts: list[int]) -> None:
 
 async def measure(readers: Sequence[int], rounds: int, seconds: float) -> list[ReadersCost]:
     """What each number of readers costs. Raises BenchError where no server starts."""
-    async with _served() as url, httpx.AsyncClient(base_url=url, timeout=WAIT_S) as http:
+    async with served(MODEL) as url, httpx.AsyncClient(base_url=url, timeout=WAIT_S) as http:
         status = (await http.get("/v1/runtime")).json()
         engine = psutil.Process(status["engine"]["pid"])
         front = engine.parent()
         if front is None:
             raise BenchError("the engine has no server any more")
         counts = [0]
-        streams = [asyncio.ensure_future(_stream(http, counts)) for _ in range(NUM_STREAMS)]
+        streams = [asyncio.ensure_future(stream(http, counts)) for _ in range(NUM_STREAMS)]
         found: dict[int, list[ReadersCost]] = {number: [] for number in readers}
         try:
             for _ in range(rounds):
                 for number in readers:
                     found[number].append(await _one(number, url, seconds, (engine, front), counts))
         finally:
-            for stream in streams:
-                stream.cancel()
+            for each in streams:
+                each.cancel()
             await asyncio.gather(*streams, return_exceptions=True)
     return [_median(costs) for costs in found.values()]
 

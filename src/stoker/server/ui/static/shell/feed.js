@@ -9,9 +9,10 @@ import { signal } from "../dom.js";
 import { initialState, reduceAll } from "../state/store.js";
 import { connection } from "./connection.js";
 
-const PUBLISH_MS = 100;
-const PUBLISH_BEHIND_MS = 400; // while it catches up, drawing would take the time that reading needs
-const BEHIND_S = 5;
+// Drawing takes cores from the model, and from reading a stream that is behind.
+const PUBLISH_MS = 250;
+const CALM_MS = 1000;
+const CALM = new Set(["steps", "memory", "cache"]);
 
 export const state = signal(initialState());
 export const now = signal(0);
@@ -24,25 +25,24 @@ let fresh = state.value;
 let clock = { at: 0, came: 0 };
 let heard_at = 0;
 let published_at = -Infinity;
-let timer = 0;
+let due = Infinity;
+let timer;
 let opened = null;
 
 function take(documents) {
 	fresh = reduceAll(fresh, documents);
 	for (const one of documents) if (one.event === "snapshot") replay.value = one.replay ?? null;
 	if (fresh.at > clock.at) clock = { at: fresh.at, came: performance.now() };
-	timer ||= setTimeout(publish, Math.max(0, published_at + PUBLISH_MS - performance.now()));
+	const pause = documents.every((one) => CALM.has(one.event)) ? CALM_MS : PUBLISH_MS;
+	const at = Math.max(published_at + pause, performance.now());
+	if (at >= due) return;
+	due = at;
+	clearTimeout(timer);
+	timer = setTimeout(publish, at - performance.now());
 }
 
 function publish() {
-	timer = 0;
-	const is_behind = fresh.at - state.value.at > BEHIND_S && state.value.at > 0;
-	const due = published_at + (is_behind ? PUBLISH_BEHIND_MS : PUBLISH_MS);
-	const wait = due - performance.now();
-	if (wait > 1) {
-		timer = setTimeout(publish, wait);
-		return;
-	}
+	due = Infinity;
 	state.value = fresh;
 	tick();
 	published_at = performance.now();
@@ -65,7 +65,7 @@ export function open_feed() {
 		tell: (told) => (line.value = { error: null, retryAt: 0, ...told, heardAt: heard_at }),
 	});
 	setInterval(() => {
-		tick();
+		if (due > performance.now() + PUBLISH_MS) tick();
 		if (heard_at !== line.value.heardAt) line.value = { ...line.value, heardAt: heard_at };
 	}, 1000);
 	addEventListener("online", opened.hurry);
