@@ -9,7 +9,7 @@ from every_class import DECODER, ENCODER, RECURRENT, RERANKER, SEQ2SEQ, runtime_
 from stoker.errors import UnsupportedError
 from stoker.ipc.request import IMAGE_MARKER, GenerateRequest, Picture
 
-NO_ENCODER = "no encoder, and gives no embeddings"
+NO_ENCODER = "no encoder: this model does not support embeddings"
 UNREADABLE = "for its decoder to read"
 
 

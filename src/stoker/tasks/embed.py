@@ -89,7 +89,7 @@ async def embed_texts(
 
 # ---------------------------------------------------------------- which model does what
 
-_NO_VECTORS = "no encoder, and gives no embeddings of texts"
+_NO_VECTORS = "no encoder: this model does not support embeddings"
 ASK_STATE = '; "kind": "state" gives the state that a prompt leaves'
 
 
