@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
+_PARAM_UNITS = ((1_000_000_000_000, "T"), (1_000_000_000, "B"), (1_000_000, "M"), (1_000, "K"))
 _UNITS = ("KiB", "MiB", "GiB", "TiB")
 _STEP = 1024
 _THREE_DIGITS = 99.95  # from there on no decimal is shown
@@ -46,6 +47,14 @@ def size_text(num_bytes: float) -> str:
     number = num_bytes / _STEP**power
     text = f"{number:.{0 if number >= _THREE_DIGITS else 1}f}".removesuffix(".0")
     return f"{text} {_UNITS[power - 1]}"
+
+
+def params_text(num_params: int) -> str:
+    """Parameters of a model: "134.5M", "7.2B"."""
+    for size, letter in _PARAM_UNITS:
+        if num_params >= size:
+            return f"{num_params / size:.1f}{letter}"
+    return str(num_params)
 
 
 def count_text(number: int, one: str, many: str | None = None) -> str:

@@ -13,6 +13,7 @@ from stoker.backends.llama.oneshot import encoder as encoders
 from stoker.backends.llama.oneshot.encoder import MAX_TEXTS, load
 from stoker.errors import UnsupportedError
 from stoker.ipc.model import ModelSpec
+from stoker.wording import params_text
 from tiny_models import BERT_CONTEXT_LENGTH, WIDTH, write_bert, write_llama
 
 TEXTS = ["a", "hello", "the quick brown fox jumps", "0123456789", "one, two, three!", "", "z" * 20]
@@ -89,6 +90,7 @@ def test_as_many_texts_as_it_says_and_the_longest_one_fit(tmp_path):
     reference = BertReference(path)
     with encoder_of(path, n_batch=16) as encoder:
         limits = encoder.capabilities
+        assert limits.description == f"bert {params_text(limits.num_params)} F32"
         assert (limits.n_ctx, limits.n_batch, limits.num_sequences) == (BERT_CONTEXT_LENGTH, 16, 16)
         longest = [2, *[10 + at % 30 for at in range(limits.n_ctx - 2)], 3]
         assert cosine(encoder.encode([longest])[0], reference.vector(longest)) >= ENOUGH

@@ -517,7 +517,7 @@ def _capabilities(header: GgufHeader, model: LlamaModel, context: LlamaContext, 
     return Capabilities(
         model_class=header.model_class,
         architecture=header.architecture,
-        description=model.description,
+        description=header.summary,
         label=label(model.devices),
         n_vocab=model.vocabulary.n_vocab,
         n_ctx=min(filter(None, (context.capacity, model.n_ctx_train, n_ctx))),

@@ -21,6 +21,7 @@ from stoker.models.gguf import checks as gguf_checks
 from stoker.models.gguf import vocabulary_checks
 from stoker.models.gguf.bounded_file import ARRAY_TYPE, MAX_KEY_BYTES, BoundedFile, GgufArray, Scalar
 from stoker.models.gguf.tensor_types import FILE_TYPES, TENSOR_TYPES
+from stoker.wording import params_text
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -201,6 +202,11 @@ class GgufHeader:
     def num_params(self) -> int:
         """Elements of all tensors."""
         return sum(math.prod(tensor.shape) for tensor in self.tensors)
+
+    @property
+    def summary(self) -> str:
+        """Architecture, parameters and type of weights: "llama 134.5M Q4_1"."""
+        return f"{self.architecture} {params_text(self.num_params)} {self.quantisation}"
 
     @property
     def n_vocab(self) -> int:

@@ -24,6 +24,7 @@ from stoker.server.inbound.body import Described, Name, read_body
 from stoker.server.ollama.lines import time_text
 from stoker.server.ollama.names import OllamaBody, asked_model, listed_name, offered
 from stoker.server.reply import json_response
+from stoker.wording import params_text
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -38,7 +39,6 @@ _RUNNING = "Ollama is running"
 _FOR_PEOPLE = "Stoker is running. What it answers is told at /openapi.json."
 _FOR_GOOD_S = 100 * 365 * 86_400.0
 """Until a model is unloaded that stays for good: clients want a time."""
-_UNITS = ((1_000_000_000_000, "T"), (1_000_000_000, "B"), (1_000_000, "M"), (1_000, "K"))
 
 
 class OllamaModelRequest(OllamaBody):
@@ -184,17 +184,9 @@ def _details(info: ModelInfo) -> Json:
         "format": "gguf",
         "family": family,
         "families": [family],
-        "parameter_size": _size_text(info.num_params),
+        "parameter_size": params_text(info.num_params),
         "quantization_level": info.quantisation or "unknown",
     }
-
-
-def _size_text(num_params: int) -> str:
-    """Such as 134.5M."""
-    for size, letter in _UNITS:
-        if num_params >= size:
-            return f"{num_params / size:.1f}{letter}"
-    return str(num_params)
 
 
 def _digest(info: ModelInfo) -> str:

@@ -265,7 +265,7 @@ def _capabilities(header: GgufHeader, model: LlamaModel, spec: ModelSpec) -> Cap
     return Capabilities(
         model_class=header.model_class,
         architecture=header.architecture,
-        description=model.description,
+        description=header.summary,
         label=label(model.devices),
         n_vocab=model.vocabulary.n_vocab,
         n_ctx=context_length_of(header, spec),
