@@ -132,13 +132,13 @@ def error_response(info: ErrorInfo, scope: Scope, headers: Mapping[str, str] | N
 def invalid_body(error: ValidationError) -> InvalidRequestError:
     """The first problem pydantic found, with the path of the field as `param`.
 
-    Of a field that may have several types there is one for each: what came is of the type whose problem lies
-    deepest inside of it.
+    Of a field that may have several types there is one for each. What came is of the type whose bound it
+    breaks, else of the one whose problem lies deepest inside of it.
     """
     problems = error.errors(include_url=False, include_input=False, include_context=False)
     first = _path(problems[0])
     alike = (each for each in problems if _path(each)[: len(first)] == first)
-    problem = max(alike, key=lambda each: len(_path(each)))
+    problem = max(alike, key=lambda each: (not each["type"].endswith("_type"), len(_path(each))))
     param = ".".join(_path(problem)) or None
     text = _OBJECT_TEXT if problem["type"] in _OBJECT_TYPES else problem["msg"].removeprefix("Value error, ")
     return InvalidRequestError(f"{param}: {text}" if param else text, param=param)
