@@ -146,9 +146,9 @@ async def test_models_are_loaded_pinned_and_unloaded_from_the_page(open_page, se
         row = page.locator(".models tr", has_text="one")
         await row.get_by_role("button", name="Unload").click()
         await server.until(state_of("one", "absent"))
-        await row.get_by_role("button", name="Load").click()
+        await row.get_by_role("button", name="Load", exact=True).click()
         await server.until(state_of("one", "ready"))
-        await row.get_by_role("button", name="Pin").click()
+        await row.get_by_role("button", name="Pin", exact=True).click()
         await server.until(lambda status: any(m["pinned"] for m in status["models"] if m["id"] == "one"))
         other = page.locator(".models tr", has_text="two")
         for is_pinned, offered in ((True, "Unpin"), (False, "Pin")):  # by somebody else
