@@ -18,6 +18,7 @@ __all__ = [
     "AuthenticationError",
     "CacheFileError",
     "CallerError",
+    "ContentEncodingError",
     "ContextLengthError",
     "DeviceBusyError",
     "DownloadError",

@@ -86,7 +86,7 @@ UNDISTURBED = Troubled(leave_alone, 0)
 
 async def run(model: str, requests: list[GenerateRequest], trouble: Troubled) -> list[Answer]:
     """All requests at once in one engine process, with trouble meanwhile."""
-    async with Runtime(model, ctx_size=2048, threads=2, watchdog_s=2.0, repeatable="on") as runtime:
+    async with Runtime(model, ctx_size=2048, threads=1, watchdog_s=2.0, repeatable="on") as runtime:
         answers = [Answer() for _ in requests]
         async with asyncio.TaskGroup() as group:
             for request, answer in zip(requests, answers, strict=True):

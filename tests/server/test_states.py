@@ -196,7 +196,7 @@ def test_the_embeddings_route_gives_state_embeddings_of_several(recurrent: httpx
     assert [entry["embedding"] for entry in found["data"]] == singles
     assert [(entry["index"], entry["shape"]) for entry in found["data"]] == [(0, [1, 2, 2]), (1, [1, 2, 2])]
     assert found["usage"]["total_tokens"] == len(FIRST) + len(REST)
-    assert error(recurrent.post("/v1/embeddings", json={"input": "a"})) == (400, "unsupported", "kind")
+    assert error(recurrent.post("/v1/embeddings", json={"input": "a"})) == (400, "unsupported", "model")
 
 
 def test_a_model_without_a_state_embeds_its_last_hidden_state(http: httpx.Client) -> None:

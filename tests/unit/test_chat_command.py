@@ -177,7 +177,7 @@ def test_the_models_are_listed_and_another_one_answers(chat):
     assert result.stdout.startswith("One.\n")
     assert "\n* other" in result.stderr
     assert "  fake\n" in result.stderr
-    assert "stoker: no such model file: gone" in result.stderr
+    assert "stoker: no model 'gone' here" in result.stderr
     assert "other: 2 answers: 10 tokens" in result.stderr
     assert "is an encoder" in chat(["/model fake:id=vectors,encoder=1"]).stderr
 
