@@ -1,9 +1,10 @@
 """What the page costs whoever runs it beside the model: tokens a second with it open, of those without.
 
-Eight answers are streamed by a real model while Chromium, on the same cores, shows the page, then does not;
-the two take turns. Without `--model` the embedded one answers. Needs Playwright (extra `dev`) and Chromium.
+Eight answers of equal length are streamed by a real model while Chromium, on the same cores, shows the page,
+then once more while it does not; which comes first changes from round to round. Without `--model` the
+embedded one answers. Needs Playwright (extra `dev`) and Chromium.
 
-    python -m bench.page_open [--model FILE] [--rounds 6] [--seconds 8] [--json]
+    python -m bench.page_open [--model FILE] [--rounds 6] [--tokens 256] [--json]
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ _MILLISECONDS = 1000.0
 
 @dataclass(frozen=True, slots=True)
 class Round:
-    """One turn with the page and one without.
+    """The same answers with the page and without.
 
     Attributes:
         ratio: tokens a second with the page open, of those without.
@@ -49,7 +50,7 @@ class Round:
     browser_ms: float
 
 
-async def measure(model: str, rounds: int, seconds: float) -> list[Round]:
+async def measure(model: str, rounds: int, tokens: int) -> list[Round]:
     """The rounds. Raises BenchError: no server, no Chromium."""
     from playwright.async_api import async_playwright  # noqa: PLC0415 - of the extra `dev`
 
@@ -57,45 +58,37 @@ async def measure(model: str, rounds: int, seconds: float) -> list[Round]:
     if chromium is None:
         raise BenchError("there is no Chromium: apt install chromium")
     options = ["--speculation", "off", "--ctx-size", "65536"]
-    async with served(model, *options) as url, httpx.AsyncClient(base_url=url, timeout=WAIT_S) as http:
-        counts = [0]
-        streams = [asyncio.ensure_future(_for_good(http, counts)) for _ in range(NUM_STREAMS)]
-        try:
-            async with async_playwright() as driver:
-                browser = await driver.chromium.launch(executable_path=chromium, args=["--no-sandbox"])
-                found = [await _round(browser, url, seconds, counts) for _ in range(rounds)]
-                await browser.close()
-        finally:
-            for each in streams:
-                each.cancel()
-            await asyncio.gather(*streams, return_exceptions=True)
+    async with (
+        served(model, *options) as url,
+        httpx.AsyncClient(base_url=url, timeout=WAIT_S) as http,
+        async_playwright() as driver,
+    ):
+        browser = await driver.chromium.launch(executable_path=chromium, args=["--no-sandbox"])
+        await _rate(http, tokens)  # the first answers are slower: prefixes are new, steps not yet known
+        found = [await _round(browser, url, http, tokens, number) for number in range(rounds)]
+        await browser.close()
     return found
 
 
-async def _for_good(http: httpx.AsyncClient, counts: list[int]) -> None:
-    """Answers of a few hundred tokens, one behind the other: steps do not get longer from round to round."""
-    while True:
-        await stream(http, counts, max_tokens=256)
-
-
-async def _round(browser: Browser, url: str, seconds: float, counts: list[int]) -> Round:
+async def _round(browser: Browser, url: str, http: httpx.AsyncClient, tokens: int, number: int) -> Round:
+    before = await _rate(http, tokens) if number % 2 else None
     page = await browser.new_page(viewport={"width": 1280, "height": 860})
     await page.goto(f"{url}/ui")
     await page.wait_for_selector("text=In slots")
-    opened, browser_ms = await _rate(seconds, counts)
+    opened, browser_ms = await _rate(http, tokens)
     await page.close()
-    closed, _ = await _rate(seconds, counts)
+    closed, _ = before or await _rate(http, tokens)
     return Round(opened, closed, opened / closed, browser_ms)
 
 
-async def _rate(seconds: float, counts: list[int]) -> tuple[float, float]:
+async def _rate(http: httpx.AsyncClient, tokens: int) -> tuple[float, float]:
     """Tokens a second of all streams, and the browser's CPU milliseconds in a second."""
-    clock = asyncio.get_running_loop().time
     await asyncio.sleep(SETTLE_S)
-    begun_s, tokens, before = clock(), counts[0], _browser_ms()
-    await asyncio.sleep(seconds)
+    clock, counts = asyncio.get_running_loop().time, [0]
+    begun_s, browser_ms = clock(), _browser_ms()
+    await asyncio.gather(*(stream(http, counts, max_tokens=tokens) for _ in range(NUM_STREAMS)))
     took_s = clock() - begun_s
-    return (counts[0] - tokens) / took_s, (_browser_ms() - before) / took_s
+    return counts[0] / took_s, (_browser_ms() - browser_ms) / took_s
 
 
 def _browser_ms() -> float:
@@ -114,11 +107,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m bench.page_open", description=__doc__)
     parser.add_argument("--model", default="")
     parser.add_argument("--rounds", type=int, default=6)
-    parser.add_argument("--seconds", type=float, default=8.0)
+    parser.add_argument("--tokens", type=int, default=256)
     parser.add_argument("--json", action="store_true")
     given = parser.parse_args(arguments)
     try:
-        rounds = asyncio.run(measure(given.model, given.rounds, given.seconds))
+        rounds = asyncio.run(measure(given.model, given.rounds, given.tokens))
     except BenchError as error:
         print(f"page_open: {error}", file=sys.stderr)
         return 1

@@ -214,4 +214,4 @@ open_model: Callable[[str], SteadyReader] = SteadyReader
 
 def register() -> None:
     """Let "steady:" name such models in this process."""
-    registry.BACKENDS = (registry.BackendEntry(__name__, scheme=SCHEME), *registry.BACKENDS)
+    registry.BACKENDS = (registry.BackendEntry("steady", __name__, scheme=SCHEME), *registry.BACKENDS)

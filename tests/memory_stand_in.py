@@ -210,6 +210,7 @@ class Machine:
         self.untouched_mib = 0
         self.part = None
         self.heat = Heat.NOMINAL
+        settings.setdefault("max_prepare_s", 1e6)  # threads take time that the clock here does not tell
         own = EngineSettings(isolation="thread", cache_dir=folder, memory_margin=margin_mib * MIB, **settings)
         self.loop = None
         self.loop = EngineLoop(self.inbox, self.events.extend, config_of(own), self.sample)

@@ -75,6 +75,7 @@ class _Model:
     broken_token: int | None = None
 
 
+USED_EXPERTS = 2
 RWKV_WIDTH = 64  # one head: the native kernel takes steps of 64 numbers
 _LORA = 8
 
@@ -160,6 +161,31 @@ def write_wide_llama(path: Path, num_tokens: int, broken_token: int | None = Non
     keys = _llama_keys(CONTEXT_LENGTH)
     model = _Model("llama", keys, layers, outer, num_tokens=num_tokens, broken_token=broken_token)
     return _write(path, model, seed=7)
+
+
+def write_moe(path: Path, *, num_layers: int = 2, num_experts: int = 16, width: int = 256) -> Path:
+    """A mixture of experts (Qwen3): two of `num_experts` compute a token, each is `width` wide.
+
+    A layer has 384 bytes of experts for each of them and each of their width. To make large ones is quick, as
+    experts are made of the same numbers, each of them from others on.
+    """
+    keys = {
+        **_llama_keys(CONTEXT_LENGTH),
+        "attention.key_length": HEAD_WIDTH,
+        "attention.value_length": HEAD_WIDTH,
+        "expert_count": num_experts,
+        "expert_used_count": USED_EXPERTS,
+        "expert_feed_forward_length": width,
+    }
+    experts: Shapes = {
+        "ffn_gate_inp.weight": (num_experts, WIDTH),
+        "ffn_gate_exps.weight": (num_experts, width, WIDTH),
+        "ffn_up_exps.weight": (num_experts, width, WIDTH),
+        "ffn_down_exps.weight": (num_experts, WIDTH, width),
+    }
+    norm: Shapes = {"ffn_norm.weight": (WIDTH,)}
+    layers = [_NORM | _ATTENTION | _QK_NORMS | norm | experts] * num_layers
+    return _write(path, _Model("qwen3moe", keys, layers, {"output.weight": (len(TOKENS), WIDTH)}), seed=7)
 
 
 def _llama_keys(context: int) -> dict[str, Any]:
@@ -427,7 +453,15 @@ def _write(path: Path, model: _Model, seed: int) -> Path:
 
 
 def _weights(random: np.random.Generator, name: str, shape: tuple[int, ...]) -> np.ndarray:
+    if name.endswith("exps.weight"):
+        numbers = random.normal(size=2**16 + 1).astype(np.float32) / 16
+        return np.resize(numbers, shape)
     values = random.normal(size=shape).astype(np.float32)
+    return _fitting(values, name)
+
+
+def _fitting(values: np.ndarray, name: str) -> np.ndarray:
+    """Numbers of the size that weights of that name have."""
     if name.endswith("ssm_a"):
         return -np.exp(values - 4)  # decays so slowly that old tokens count
     if name.endswith(("time_mix_w0.weight", "time_mix_a0.weight", "time_mix_decay.weight")):

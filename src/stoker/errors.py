@@ -16,6 +16,8 @@ import msgspec
 __all__ = [
     "AnswerInvalidError",
     "AuthenticationError",
+    "BackendChangedError",
+    "BackendUnavailableError",
     "CacheFileError",
     "CallerError",
     "ContentEncodingError",
@@ -38,7 +40,9 @@ __all__ = [
     "ModelInUseError",
     "ModelLoadError",
     "ModelNotFoundError",
+    "ModelReadError",
     "ModelTooLargeError",
+    "NoMachineError",
     "NotReadyError",
     "OperatorOnlyError",
     "PoolFullError",
@@ -64,6 +68,7 @@ __all__ = [
     "TextsOffError",
     "TooHotError",
     "UnsupportedError",
+    "VocabularyMismatchError",
     "WorkLimitError",
     "WorkerLostError",
     "error_from_info",
@@ -261,6 +266,10 @@ class NotReadyError(MachineError, code="not_ready"):
     """Starting, restarting, stopping or loading."""
 
 
+class NoMachineError(MachineError, code="no_machine"):
+    """No machine of the site may take a request now; details carry `machines`: of each, why not."""
+
+
 class ServerBusyError(MachineError, code="server_busy"):
     """The server holds as many connections, or bytes of unfinished bodies, as it may; details carry which."""
 
@@ -289,6 +298,14 @@ class TooHotError(MachineError, code="too_hot"):
 
 class DeviceBusyError(MachineError, code="device_busy"):
     """Another process holds the accelerator; details carry `device` and, if known, `pid` and `models`."""
+
+
+class BackendUnavailableError(MachineError, code="backend_unavailable"):
+    """A backend cannot compute here: not installed, or its trial failed; details carry `backend`."""
+
+
+class BackendChangedError(MachineError, code="backend_changed"):
+    """Another backend serves the model now, and its tokens are others: ask again; details carry both."""
 
 
 class CacheFileError(MachineError, code="cache_file", http_status=500):
@@ -332,6 +349,18 @@ class LoadCrashedError(ModelLoadError, code="model_load_crashed"):
 
     The message quotes what the library said; details carry `crashes` where the engine itself crashed.
     """
+
+
+class ModelReadError(ModelError, code="model_read_failed"):
+    """A page of a mapped model file could not be read (SIGBUS): the disk fails, or the file was cut.
+
+    The message names the files it may be; details carry `crashes`, the engines that ended of it, and `first`,
+    what was said of the first one.
+    """
+
+
+class VocabularyMismatchError(ModelError, code="vocabulary_mismatch", http_status=409):
+    """A request has tokens of another vocabulary than the model of that name has here; it cannot go on."""
 
 
 class DownloadError(ModelError, code="download_failed"):

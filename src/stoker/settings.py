@@ -64,6 +64,7 @@ _SINGULAR = {
     "model": "models",
     "allowed_host": "allowed_hosts",
     "image_root": "image_roots",
+    "peer": "peers",
     "cors_origin": "cors_origins",
 }
 
@@ -87,6 +88,7 @@ class EngineSettings(PerModelSettings):
         chat_template: without a model's name, of every model whose file and family have none.
         rerank_output: without a model's name, of every reranker whose labels do not say.
         image_roots: for `file:`; empty: none.
+        peers: of `stoker gate` alone, as the others named so.
         request_texts: of live ones and of the last 64 that ended, whose texts are kept in memory for that.
     """
 
@@ -194,9 +196,24 @@ class EngineSettings(PerModelSettings):
         1_000_000, "Characters of all documents of one request.", ge=1, le=32_000_000
     )
     max_document_seconds: int = setting(20, "Seconds that one document is read for.", ge=1, le=600)
+    peers: Names = setting(
+        (), "URL of a machine that the gate serves with; repeat for more.", shown="none", metavar="URL"
+    )
+    peer_key_file: Location | None = setting(
+        None, "File with an operator's key of all machines, or a line `URL KEY` for each.", shown="none"
+    )
+    peer_grace_s: float = setting(
+        5.0, "Seconds that a machine may be suspended before its requests go on elsewhere.", ge=0, le=86_400
+    )
+    peer_wait_s: float = setting(
+        60.0, "Seconds that a request waits for a machine that can go on with it.", ge=0, le=86_400
+    )
     request_texts: bool = setting(
         default=False,
         text="Let texts of requests be read by their ids: one's own, by operators all.",
+    )
+    calibrated: bool = setting(
+        default=True, text="Use what `stoker calibrate` found for a model, where nothing else is set."
     )
     restore: bool = setting(default=False, text="Without --model, serve what was loaded last.")
     heat_trace: Location | None = setting(None, "Recorded heat to follow instead of the machine's sensors.")

@@ -18,6 +18,7 @@ from stoker.errors import InvalidRequestError
 from stoker.ipc.request import Sampling
 from stoker.setting_fields import (
     MAX_LAYERS,
+    Bytes,
     DeviceNames,
     FrozenSettings,
     GpuLayers,
@@ -98,9 +99,10 @@ def _read_table(place: str, kind: type[T], name: str, table: object) -> T:
 
 
 class PlacementSettings(FrozenSettings):
-    """Where a model's weights and cells lie: of every model, of one in the file, of one load.
+    """What computes a model and where it lies: of every model, of one in the file, of one load.
 
     Attributes:
+        backend: "auto" takes the first that reads the model and works here; another name that one or none.
         gpu_layers: the output counts as one; "auto": as many as the devices can hold, else exactly so many.
         device: names or indexes as `stoker doctor` shows them; empty: all there are, "none": the CPU.
         split_mode: None: on one device where it fits on one, else by layer.
@@ -112,8 +114,17 @@ class PlacementSettings(FrozenSettings):
             others do, and steps of many requests are quicker.
         mmap: read the file as it is needed; else whole at once.
         kv_offload: cells and attention lie where the layers do; else in host memory.
+        expert_budget: of models without experts, or that are not mapped, this changes nothing; None: all of
+            them where they fit, else what the rest leaves.
     """
 
+    backend: str = setting(
+        "auto",
+        "What computes it; auto: the first that reads it and works here.",
+        metavar="auto|llama|mlx|mnn",
+        min_length=1,
+        max_length=MAX_NAME_CHARS,
+    )
     gpu_layers: GpuLayers = setting(
         "auto", "Layers on the device; auto: as many as fit, all: no fewer.", metavar="auto|N|all"
     )
@@ -147,6 +158,12 @@ class PlacementSettings(FrozenSettings):
         "auto", "Cells in one pool, or each request its own; auto: its own where the device has room."
     )
     kv_offload: bool = setting(default=True, text="Cells lie on the device.")
+    expert_budget: Bytes | None = setting(
+        None,
+        "Memory for experts; the others are read from the file as they are needed.",
+        shown="all where they fit, else what is left",
+        metavar="SIZE",
+    )
 
     def given_placement(self) -> dict[str, Any]:
         """The values of these fields that were given, by name; those left to the defaults are not in it."""
@@ -257,6 +274,7 @@ class ModelSettings(PerModelSettings):
 
     Attributes:
         file: None: what the table's name means.
+        fallback: name, file or folder; it has its own template, context and estimate.
         load: at the start; else when a request needs it.
         pinned: loaded at the start, and never unloaded to make room.
         priority: the best class that its requests get.
@@ -267,6 +285,9 @@ class ModelSettings(PerModelSettings):
     """
 
     file: str | None = setting(None, "Name, GGUF file or OWNER/REPO[:FILE].", shown="the table's name")
+    fallback: str | None = setting(
+        None, "The same model in another form, for when this one cannot be served.", shown="none"
+    )
     aliases: Names = setting((), "Further names.", shown="none")
     load: bool = setting(default=False, text="Load it at the start.")
     pinned: bool = setting(default=False, text="Load it at the start and keep it in memory.")

@@ -20,6 +20,13 @@ GRAVE = {"serious", "critical"}
 PHONE = {"width": 390, "height": 844}
 
 
+CHANGES_OF_BARS = """() => {
+    window.changed = [];
+    new MutationObserver((all) => all.forEach((each) => window.changed.push(each.target.ariaLabel)))
+        .observe(document.querySelector(".moving"), { subtree: true, attributeFilter: ["style"] });
+}"""
+
+
 def brief(request_id):
     """An id as bars show it."""
     return request_id.partition("-")[2][:6]
@@ -53,6 +60,25 @@ async def test_a_job_gives_its_slot_to_somebody_and_goes_on(open_page, serve):
         await expect(told).to_contain_text(f"gave its slot to {brief(you)} (interactive)")
         await page.keyboard.press("Escape")
         await expect(told).to_have_count(0)
+
+
+async def test_a_bar_that_is_over_moves_with_all_others_and_is_not_drawn_again(open_page, serve):
+    """U12: time goes on by one step of what holds the bars; in the first window nothing has left it."""
+    async with serve("-m", f"fake:id=one,{SLOW}", "--slots", "1") as server:
+        page = await open_page(server.url)
+        ended, text = await server.begin(max_tokens=2)
+        await text
+        _, running = await server.begin(max_tokens=200)
+        bar, moving = bars(page, ended), page.locator(".canvas .moving")
+        await expect(bar).to_have_count(1)
+        await page.evaluate(CHANGES_OF_BARS)
+        before = await moving.get_attribute("style")
+        await expect(moving).not_to_have_attribute("style", before)
+        await page.wait_for_function("window.changed.some((label) => label)")
+        changed = set(await page.evaluate("window.changed"))
+        assert await bar.get_attribute("aria-label") not in changed
+        assert changed - {None}, "the one that runs grew"
+        await running
 
 
 async def test_an_engine_that_is_killed_is_seen_to_come_back(open_page, serve):

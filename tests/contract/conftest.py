@@ -9,14 +9,22 @@ from pathlib import Path
 import pytest
 from hello_backend import HelloBackend
 
+from model_folders import tiny_folder
 from stoker.backends.fake.backend import FakeBackend, FakeFaults
 from stoker.backends.llama.backend import LlamaBackend, load
 from stoker.backends.protocol.backend import Backend
 from stoker.ipc.model import KVLayout, ModelSpec
+from stoker.models.folders.folder import ModelFolder
+from stoker.models.reader import LoadContext
 from tiny_models import TINY, write_llama
 
 NUM_CELLS = 512  # llama.cpp rounds to multiples of 256
 NUM_SLOTS = 4
+
+MLX_FREE = ("mlx-llama", "mlx-qwen2")
+"""Tiny models of MLX that can go back."""
+MLX_BOUND = ("mlx-gemma3_text", "mlx-mamba", "mlx-lfm2")
+"""Those that cannot: a sliding window, a recurrent state, both kinds of layers."""
 
 OpenLlama = Callable[..., LlamaBackend]
 TinyModel = Callable[[str], Path]
@@ -77,7 +85,27 @@ def loaded_streams(open_llama: OpenLlama, tiny_decoder: Path) -> Iterator[LlamaB
         yield backend
 
 
-@pytest.fixture(params=["fake", "fake-async", "smollm2", "decoder", "streams"])
+@pytest.fixture(scope="session")
+def loaded_mlx(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str], Backend]]:
+    """A function from an architecture to a tiny model of it on MLX, loaded once."""
+    model = pytest.importorskip("stoker.backends.mlx.model", reason="MLX is not installed (the mlx extra)")
+    folder, loaded = tmp_path_factory.mktemp("mlx"), {}
+
+    def backend_of(name: str) -> Backend:
+        if name not in loaded:
+            path = tiny_folder(folder / name, name)
+            spec = ModelSpec(
+                id="m", path=str(path), num_slots=NUM_SLOTS, n_ctx=NUM_CELLS, n_batch=128, num_threads=1
+            )
+            loaded[name] = model.load_backend(ModelFolder.open(path), spec, LoadContext(lambda _: None))
+        return loaded[name]
+
+    yield backend_of
+    for backend in loaded.values():
+        backend.close()
+
+
+@pytest.fixture(params=["fake", "fake-async", "smollm2", "decoder", "streams", *MLX_FREE])
 def backend(request: pytest.FixtureRequest) -> FakeBackend | LlamaBackend:
     """Each backend in turn, with every sequence empty."""
     return chosen_backend(request)
@@ -116,13 +144,18 @@ def loaded_tiny(open_llama: OpenLlama, tiny_model: TinyModel) -> Iterator[Callab
         backend.close()
 
 
-@pytest.fixture(params=["fake", "fake-async", "smollm2", "decoder", "streams", "fake-recurrent", *TINY])
+@pytest.fixture(
+    params=[
+        *("fake", "fake-async", "smollm2", "decoder", "streams", "fake-recurrent"),
+        *(*TINY, *MLX_FREE, *MLX_BOUND),
+    ]
+)
 def any_backend(request: pytest.FixtureRequest) -> FakeBackend | LlamaBackend:
     """As `backend`, and those that cannot go back: recurrent, hybrid, with a sliding window."""
     return chosen_backend(request)
 
 
-@pytest.fixture(params=["hello", "fake", "fake-async", "smollm2", "decoder", "streams"])
+@pytest.fixture(params=["hello", "fake", "fake-async", "smollm2", "decoder", "streams", *MLX_FREE])
 def generating(request: pytest.FixtureRequest) -> Backend:
     """As `backend`, and the one that has the core protocol alone."""
     if request.param == "hello":
@@ -130,7 +163,7 @@ def generating(request: pytest.FixtureRequest) -> Backend:
     return chosen_backend(request)
 
 
-@pytest.fixture(params=["hello", "fake", "fake-async", "smollm2", "decoder"])
+@pytest.fixture(params=["hello", "fake", "fake-async", "smollm2", "decoder", "mlx-llama"])
 def pooling(request: pytest.FixtureRequest) -> Backend:
     """As `generating`, those whose sequences share one pool of cells."""
     if request.param == "hello":
@@ -138,14 +171,17 @@ def pooling(request: pytest.FixtureRequest) -> Backend:
     return chosen_backend(request)
 
 
-@pytest.fixture(params=["fake", "fake-async", "smollm2", "decoder"])
+@pytest.fixture(params=["fake", "fake-async", "smollm2", "decoder", "mlx-llama"])
 def pooling_states(request: pytest.FixtureRequest) -> FakeBackend | LlamaBackend:
     """As `backend`, those whose sequences share one pool of cells."""
     return chosen_backend(request)
 
 
 @pytest.fixture(
-    params=["hello", "fake", "fake-async", "smollm2", "decoder", "streams", "fake-recurrent", *TINY]
+    params=[
+        *("hello", "fake", "fake-async", "smollm2", "decoder", "streams", "fake-recurrent"),
+        *(*TINY, *MLX_FREE, *MLX_BOUND),
+    ]
 )
 def any_generating(request: pytest.FixtureRequest) -> Backend:
     """As `any_backend`, and the one that has the core protocol alone."""
@@ -154,12 +190,12 @@ def any_generating(request: pytest.FixtureRequest) -> Backend:
     return chosen_backend(request)
 
 
-@pytest.fixture(params=["fake", "mamba", "rwkv6", "rwkv7"])
+@pytest.fixture(params=["fake", "mamba", "rwkv6", "rwkv7", "mlx-mamba"])
 def recurrent(request: pytest.FixtureRequest) -> FakeBackend | LlamaBackend:
     """Each recurrent backend in turn, with every sequence empty."""
     if request.param == "fake":
         return FakeBackend(faults=FakeFaults(recurrent=True))
-    return emptied(request.getfixturevalue("loaded_tiny")(request.param))
+    return chosen_backend(request)
 
 
 @pytest.fixture
@@ -183,6 +219,8 @@ def chosen_backend(request: pytest.FixtureRequest) -> FakeBackend | LlamaBackend
             return open_fake(recurrent=True)
         case "smollm2" | "decoder" | "streams":
             chosen = request.getfixturevalue(f"loaded_{request.param}")
+        case name if name.startswith("mlx-"):
+            chosen = request.getfixturevalue("loaded_mlx")(name.removeprefix("mlx-"))
         case name:
             chosen = request.getfixturevalue("loaded_tiny")(name)
     return emptied(chosen)

@@ -9,10 +9,10 @@ import pytest
 from stoker.backends import registry
 from stoker.backends.registry import BackendEntry, OpenModels
 from stoker.client.requests.stream import TextDelta
-from stoker.errors import StokerError, UnsupportedError
+from stoker.errors import BackendUnavailableError, StokerError, UnsupportedError
 from stoker.sync import Runtime
 
-LINE = BackendEntry("hello_backend", scheme="hello:")
+LINE = BackendEntry("hello", "hello_backend", scheme="hello:")
 
 
 @pytest.fixture
@@ -57,3 +57,19 @@ def test_the_registry_opens_what_nobody_claims_with_the_last_entry() -> None:
     assert not registry.has_scheme("hello:")
     with pytest.raises(StokerError, match="no-such-file"):
         OpenModels().open("no-such-file")
+
+
+def test_a_folder_is_a_model_by_its_files(monkeypatch: pytest.MonkeyPatch, tmp_path) -> None:
+    """A folder is read by who knows one of its files; what is not installed is told with its extra."""
+    entry = BackendEntry(
+        "other", "no_such_module", folder_files=("*.other",), needs=("no_such_library", "json"), extra="more"
+    )
+    monkeypatch.setattr(registry, "BACKENDS", (entry, *registry.BACKENDS))
+    (tmp_path / "model").mkdir()
+    assert not registry.is_model_folder(tmp_path / "model")
+    (tmp_path / "model" / "weights.other").touch()
+    assert registry.is_model_folder(tmp_path / "model")
+    assert not registry.is_model_folder(tmp_path)
+    assert entry.missing == ("no_such_library",)
+    with pytest.raises(BackendUnavailableError, match=r"no_such_module is not installed.*stoker\[more\]"):
+        registry.open_model(str(tmp_path / "model"))

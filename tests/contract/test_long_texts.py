@@ -19,8 +19,8 @@ from smol_vocabulary import vocabulary as smol_vocabulary
 from stoker.backends.llama.binding import llama
 from stoker.backends.llama.text import vocabulary as vocabularies
 from stoker.backends.llama.text.cuts import MAX_RUN_CHARS
-from stoker.backends.llama.text.token_floor import TokenFloor
 from stoker.backends.llama.text.vocabulary import LlamaVocabulary
+from stoker.backends.token_floor import TokenFloor
 from tiny_vocabularies import SPECIALS, TINY_VOCABULARIES, byte_pairs, opened, write
 
 PARTS = [
@@ -135,6 +135,9 @@ def test_the_tables_of_a_vocabulary_are_read_while_its_load_goes_on(
 
     monkeypatch.setattr(vocabularies, "_tables_of", read_slowly)
     vocabulary = opened(write(tmp_path / "v.gguf", byte_pairs()))
+    assert not begun.is_set(), "beside a load's own Python both would wait for each other"
+    vocabulary.read_ahead()
+    vocabulary.read_ahead()
     assert begun.wait(60)
     with ThreadPoolExecutor(2) as pool:
         ends, closing = pool.submit(lambda: vocabulary.eog_tokens), pool.submit(vocabulary.close)
@@ -156,6 +159,7 @@ def test_tables_that_cannot_be_read_are_told_of_to_whoever_needs_them(
 
     monkeypatch.setattr(vocabularies, "_tables_of", fail)
     vocabulary = opened(write(tmp_path / "v.gguf", byte_pairs()))
+    vocabulary.read_ahead()
     vocabulary.close()
     with pytest.raises(MemoryError, match="no room for tables"):
         _ = vocabulary.eog_tokens

@@ -59,7 +59,7 @@ def trials(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
 def remember(folder: Path, prefill: float, decode: float) -> None:
     """Have it measured as that."""
-    file = folder / smoke.VERDICT_FILE
+    file = folder / smoke.TRIALS_FILE
     known = json.loads(file.read_text())
     (key,) = (key for key in known if key.startswith("keys:"))
     file.write_text(json.dumps(known | {key: {"prefill": prefill, "decode": decode}}))

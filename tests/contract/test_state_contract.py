@@ -65,6 +65,15 @@ def test_models_that_cannot_go_back_say_so_and_move_bit_exactly(
             backend.fork(0, 2, 10)
 
 
+def test_each_layer_has_one_matrix_called_state(recurrent: TestedBackend) -> None:
+    """SPEC D8: those are what a prompt's embedding is made of, so all have one shape."""
+    layout = recurrent.capabilities.state_layout
+    layers = {name.rpartition(".")[0] for name, _ in layout}
+    shapes = [shape for name, shape in layout if name.endswith(".state")]
+    assert len(shapes) == len(layers)
+    assert len(set(shapes)) == 1
+
+
 def test_a_state_stands_for_the_tokens_it_has_seen(recurrent: TestedBackend) -> None:
     """SPEC K5: A, its state put into another sequence, then B, are A and B at once; it counts as no token."""
     expected = feed(recurrent, 0, TOKENS)

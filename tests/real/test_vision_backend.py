@@ -21,7 +21,7 @@ from stoker.backends.protocol.backend import (
     PlanItem,
     Rows,
 )
-from stoker.client.models.specs import projector_by_model
+from stoker.client.models.beside import projector_by_model
 from stoker.errors import ModelLoadError, StepFailedError, UnsupportedError
 from stoker.ipc.model import ModelSpec, ProjectorSpec
 from stoker.ipc.request import Picture

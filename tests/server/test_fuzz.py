@@ -64,6 +64,7 @@ def test_every_route_is_published(http):
         "/v1/responses/input_tokens",
         "/v1/responses/{response_id}",
         "/v1/responses/{response_id}/input_items",
+        "/v1/runtime/handover",
         "/v1/states",
         "/v1/states/{state_id}",
         "/v1/states/{state_id}/content",

@@ -13,6 +13,7 @@ import ollama
 import pytest
 
 from hub_stand_in import HubStandIn
+from model_folders import tiny_folder
 from stoker import Runtime
 from stoker.errors import MachineSetupError
 from stoker.models.hub.hub import pull
@@ -120,6 +121,18 @@ def test_a_model_is_deleted_from_the_models_folder_alone(client, folder):
         client.delete("fake")
     assert caught.value.status_code == 403
     assert client.pull(REPO).status == "success"
+
+
+def test_a_folder_is_shown_and_deleted_with_what_is_its_own(client, folder):
+    """F5: another file in it stays."""
+    tiny_folder(folder / "acme" / "Tiny-0.1B")
+    (folder / "acme" / "Tiny-0.1B" / "notes").mkdir()
+    client.pull("acme/Tiny-0.1B")
+    assert client.show("acme/Tiny-0.1B").details.quantization_level == "F32"
+    assert client.delete("acme/Tiny-0.1B").status == "success"
+    assert [each.name for each in (folder / "acme" / "Tiny-0.1B").iterdir()] == ["notes"]
+    with pytest.raises(ollama.ResponseError, match="not found"):
+        client.show("acme/Tiny-0.1B")
 
 
 # ------------------------------------------------------------ the second port

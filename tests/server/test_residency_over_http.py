@@ -61,6 +61,8 @@ def test_a_model_is_loaded_with_what_was_asked_for(scripted, scripted_http):
         "id": "stand-in",
         "state": "ready",
         "label": INFO.label,
+        "backend": INFO.backend,
+        "backend_reason": None,
         "n_ctx": INFO.n_ctx,
         "num_slots": INFO.num_slots,
         "bytes": INFO.memory_bytes,
@@ -158,6 +160,7 @@ def test_the_status_shows_models_memory_and_heat_as_the_engine_knows_them(script
         "activity": {},  # the stand-in makes no steps
         "state": "ready",
         "stage": "",
+        "streaming": None,
         "num_bytes": 0,
         "fraction": 0.0,
         "bytes": {"weights": 5, "kv": 2, "compute": 1},

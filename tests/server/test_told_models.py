@@ -92,10 +92,20 @@ async def test_the_log_has_a_line_for_each_move_and_none_for_who_uses_a_model(ca
     """O3: it would have one for each request."""
 
     async def events():
-        for what, state in (("moved", "ready"), ("changed", "ready"), ("moved", "failed")):
-            row = {"what": what, "model": "m", "state": state, "reason": "", "error": None, "leases": 3}
+        moves = (
+            ("moved", "ready", ""),
+            ("changed", "ready", ""),
+            ("moved", "failed", ""),
+            ("moved", "ready", "why"),
+        )
+        for what, state, reason in moves:
+            row = {"what": what, "model": "m", "state": state, "reason": reason, "error": None, "leases": 3}
             yield RuntimeEvent(event="model", at=0.0, fields=row)
 
     with caplog.at_level("INFO", "stoker.models"):
         await EventLog().follow(events())
-    assert [record.message for record in caplog.records] == ["m is ready", "m failed"]
+    assert [record.message for record in caplog.records] == [
+        "m is ready",
+        "m failed",
+        "m is ready, served in another way: why",
+    ]

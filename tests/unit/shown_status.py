@@ -16,6 +16,7 @@ from stoker.ipc.status import (
     RequestStatus,
     RuntimeStatus,
     SlotStatus,
+    StreamingStatus,
 )
 
 DEVICE = DeviceStatus(
@@ -30,8 +31,11 @@ DEVICE = DeviceStatus(
     held_by="another",
     lines={"weights": 40},
 )
+STREAMING = StreamingStatus(size=90, budget=30, resident=20, num_faults=4, read_bytes=60, read_s=1.5)
 MODELS = [
-    ModelStatus(id="chat", state="ready", leases=2, is_pinned=True, bytes={"weights": 7}),
+    ModelStatus(
+        id="chat", state="ready", leases=2, is_pinned=True, bytes={"weights": 7}, streaming=STREAMING
+    ),
     ModelStatus(id="other", state="loading", stage="weights", fraction=0.25),
 ]
 

@@ -10,7 +10,8 @@ import gguf
 import numpy as np
 import pytest
 
-from stoker.client.models.specs import ModelSource, adapters_by_model, parse_adapter
+from stoker.client.models.beside import adapters_by_model, parse_adapter
+from stoker.client.models.specs import ModelSource
 from stoker.errors import InvalidRequestError, ModelFileError, UnsupportedError
 from stoker.models.adapters import check_fits, read_adapter
 from stoker.models.gguf.header import read_header

@@ -447,7 +447,7 @@ def test_doctor_finds_this_machine_in_order() -> None:
     found = findings(result)
     assert result.exit_code == 0, result.stdout
     assert set(found) == {
-        *("build", "cpu", "threads", "memory", "pressure", "heat", "cache", "models", "smoke")
+        *("build", "backend", "cpu", "threads", "memory", "pressure", "heat", "cache", "models", "smoke")
     }
     assert "llama-cpp-python" in found["build"][0]["text"]
     assert "available" in found["memory"][0]["text"]

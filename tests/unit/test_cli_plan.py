@@ -19,11 +19,12 @@ from stoker.backends.llama import binding
 from stoker.cli.app import app
 from stoker.cli.commands import plan
 from stoker.ipc.model import ModelSpec
-from stoker.machine import limits
+from stoker.machine import limits, mapped
 from stoker.machine.limits import MemoryLimits
 from stoker.models.gguf.header import read_header
 from stoker.models.memory_estimate.estimate import estimator_of
 from stoker.wording import size_text
+from tiny_models import write_moe
 from tiny_projector import write_projector
 
 MIB = 2**20
@@ -127,6 +128,28 @@ def test_what_never_fits_exits_with_1(model: Path, machine: Any) -> None:
     assert code == 1
     assert "too_large: it needs" in output
     assert "even with q8_0 cells" in output
+
+
+def test_a_mixture_that_is_too_large_streams(tmp_path: Path, machine: Any, monkeypatch: Any) -> None:
+    """SPEC R14: what a token reads, over what the disk gives; a disk that cannot be measured is told."""
+    path = write_moe(tmp_path / "moe.gguf", num_layers=4, num_experts=16, width=512)
+    whole = estimator_of(path)(ModelSpec(id="m", path=str(path), n_ctx=256, num_slots=1)).total_bytes
+    machine(2**30, 2**30)
+    options = (path, "--ctx", "256", "--slots", "1", "--margin", "0", "--device", "none", "--limit")
+    monkeypatch.setattr(mapped, "read_speed", lambda _: 3.0 * MIB)
+    code, found = record(*options, whole * 9 // 10)
+    experts = found["experts"]
+    assert (code, found["verdict"]) == (0, "streams")
+    assert (experts["bytes"], experts["active_bytes"]) == (12 * MIB, 12 * MIB * 2 // 16)
+    assert experts["budget_bytes"] == found["bytes"]["experts"] < 12 * MIB
+    left = 1 - experts["budget_bytes"] / experts["bytes"]
+    assert experts["read_bytes_per_token"] == round(experts["active_bytes"] * left)
+    assert experts["disk_tokens_per_s"] == round(3 * MIB / (experts["active_bytes"] * left), 2)
+    monkeypatch.setattr(mapped, "read_speed", lambda _: 0.0)
+    code, output = run(*options, whole * 9 // 10)
+    assert "streams: it loads, and reads experts from the disk as they are needed" in output
+    assert "of experts from the disk, whose speed could not be measured" in output
+    assert record(*options, whole // 4)[1]["verdict"] == "too_large"
 
 
 def test_options_change_what_is_planned(model: Path, machine: Any) -> None:
@@ -241,4 +264,4 @@ def test_no_native_library_is_loaded_where_no_device_is_asked_for(model: Path) -
 
 def test_every_verdict_has_its_words() -> None:
     """SPEC R2: what can be loaded is explained; the others come with numbers of their own."""
-    assert set(plan._MEANINGS) == set(plan._COLOURS) == {"fits", "tight", "degraded"}
+    assert set(plan._MEANINGS) == set(plan._COLOURS) == {"fits", "tight", "degraded", "streams"}

@@ -6,12 +6,20 @@ import logging
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from threading import Event
+from typing import TYPE_CHECKING
 
 import pytest
+from gguf_files import write_tiny
 
-from stoker.backends.llama import binding
+from stoker.backends.llama import binding, reader
+from stoker.backends.registry import OpenModels
 from stoker.engine import process
+from stoker.models.gguf.header import read_header
+
+if TYPE_CHECKING:
+    from stoker.models.gguf.header import GgufHeader
 
 
 def test_whoever_asks_for_devices_waits_for_drivers_that_start(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -50,7 +58,7 @@ def test_drivers_that_do_not_start_are_told_of_by_whoever_asks(
 
     monkeypatch.setattr(binding, "accelerators", fail)
     with caplog.at_level(logging.DEBUG):
-        process.begin_devices().join(60)
+        process.begin_devices(OpenModels(), []).join(60)
     assert asked.is_set()
     assert (capfd.readouterr().err, caplog.text) == ("", "")
     with pytest.raises(OSError, match="no driver"):
@@ -61,8 +69,28 @@ def test_an_engine_has_asked_for_devices_before_it_is_told_how_to_run() -> None:
     """SPEC L10: and has imported what reads a GGUF file; bindings come before numpy."""
     code = (
         "import sys\nfrom stoker.engine import process\nprocess.load_native()\n"
-        "process.begin_devices().join(60)\nfrom stoker.backends.llama import binding\n"
+        "process.begin_devices(process.OpenModels(), []).join(60)\n"
+        "from stoker.backends.llama import binding\n"
         "print(binding.accelerators.cache_info().currsize, 'stoker.backends.llama.backend' in sys.modules)"
     )
     done = subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.split() == ["1", "True"]
+
+
+def test_headers_of_models_that_were_named_are_read_before_anything_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """SPEC L10: a load finds them; a file that is none is told of by the load."""
+    read: list[Path] = []
+
+    def counted(path: Path) -> GgufHeader:
+        read.append(path)
+        return read_header(path)
+
+    monkeypatch.setattr(reader, "read_header", counted)
+    monkeypatch.setattr(binding, "accelerators", tuple)
+    models, path = OpenModels(), write_tiny(tmp_path / "t.gguf")
+    process.begin_devices(models, [str(tmp_path / "none.gguf"), f"{tmp_path}/./t.gguf"]).join(60)
+    assert read == [path]
+    assert models.open(str(path)).describe().architecture == "llama"
+    assert read == [path]

@@ -64,8 +64,17 @@ def test_less_than_another_margin_left_over_is_tight(left_mib: int, fit: Fit) ->
 def test_without_a_margin_a_tenth_of_the_limit_tells_what_is_tight() -> None:
     """SPEC R1, R2: a margin of 0 asks for nothing to be left, and a full machine is tight all the same."""
     exact = FULL / MIB
-    assert weigh(SPEC, estimate, budget(exact, limit_mib=exact)).fit is Fit.TIGHT
-    assert weigh(SPEC, estimate, budget(exact * 1.2, limit_mib=exact * 1.2)).fit is Fit.FITS
+    assert weigh(SPEC, estimate, budget(exact, limit_mib=exact * 1.4)).fit is Fit.TIGHT
+    assert weigh(SPEC, estimate, budget(exact * 1.4, limit_mib=exact * 1.4)).fit is Fit.FITS
+
+
+@pytest.mark.parametrize(
+    ("percent", "fit"), [(74, Fit.FITS), (76, Fit.TIGHT), (89, Fit.TIGHT), (91, Fit.DEGRADED)]
+)
+def test_a_model_takes_a_part_of_the_limit_at_most(percent: int, fit: Fit) -> None:
+    """SPEC R2: it fits up to 75 % of the limit, tightly up to 90 %, whatever margin is asked for."""
+    limit_mib = FULL / MIB * 100 / percent
+    assert weigh(SPEC, estimate, budget(limit_mib, limit_mib=limit_mib)).fit is fit
 
 
 def test_the_margin_is_kept_free_to_the_byte() -> None:
@@ -140,8 +149,8 @@ def test_a_model_over_the_limit_in_every_form_is_too_large() -> None:
 
 def test_the_margin_counts_against_the_limit_too() -> None:
     """SPEC R1, M5: what would fit the bare limit is too large where the margin has to stay free."""
-    assert weigh(SPEC, estimate, budget(50_000, limit_mib=129)).fit is Fit.DEGRADED
-    assert weigh(SPEC, estimate, budget(50_000, limit_mib=129, margin_mib=12)).fit is Fit.TOO_LARGE
+    assert weigh(SPEC, estimate, budget(50_000, limit_mib=145)).fit is Fit.DEGRADED
+    assert weigh(SPEC, estimate, budget(50_000, limit_mib=145, margin_mib=28)).fit is Fit.TOO_LARGE
 
 
 def test_the_smallest_form_is_found_also_where_cutting_does_not_help() -> None:

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 
 from stoker.errors import ModelFileError, UnsupportedError
 from stoker.ipc.model import ModelClass
+from stoker.models.gguf import bounded_file
 from stoker.models.gguf.bounded_file import BoundedFile, GgufArray
 from stoker.models.gguf.header import read_header
 from stoker.models.gguf.tensor_types import TENSOR_TYPES
@@ -70,6 +71,26 @@ def test_a_vocabulary_is_walked_over_once_though_merges_follow_it(
     in_header = [what for what in walked if "merges" in what or "tokens" in what][:2]
     assert in_header == ["tokenizer.ggml.tokens", "tokenizer.ggml.merges"]
     assert len(walked) == 3, "the last is the token's own, of a file opened anew"
+
+
+_AWKWARD = st.sampled_from(
+    [b"", b"\0", bytes(7), bytes(8), b"\5" + bytes(7), b"x" * 255, b"x" * 256, b"x" * 3000]
+)
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.lists(st.one_of(st.binary(min_size=1, max_size=9), _AWKWARD), max_size=200), st.integers(1, 400))
+def test_strings_are_found_whatever_is_in_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, strings: list[bytes], window_bytes: int
+) -> None:
+    """SPEC R1: any may hold zeros, be empty, or end where what was read of the file does."""
+    monkeypatch.setattr(bounded_file, "_WINDOW_BYTES", window_bytes)
+    path = tmp_path / "strings"
+    path.write_bytes(b"head" + b"".join(struct.pack("<Q", len(each)) + each for each in strings) + b"tail")
+    with BoundedFile(path) as file:
+        file.seek(4)
+        assert file._read_strings(len(strings), "words") == strings
+        assert file.read(4, "the tail") == b"tail"
 
 
 def test_a_header_tells_what_the_file_holds(tmp_path: Path) -> None:

@@ -47,9 +47,13 @@ ALLOWED = {
     "backends.protocol": {"errors", "ipc"},
     "backends.cell_map": {"errors"},
     "backends.device": {"machine"},
+    "backends.expert_pages": BASE | {"ipc", "machine", "models", "backends.protocol"},
     "models": BASE | {"ipc", "backends.protocol", "backends.device"},
-    "backends": BASE | {"ipc", "models", "backends.protocol", "backends.cell_map", "backends.device"},
-    "backends.registry": {"models"},  # backends by name
+    "backends": BASE
+    | {"ipc", "models", "backends.protocol", "backends.cell_map", "backends.device"}
+    | {"backends.expert_pages", "backends.trial"},
+    "backends.registry": {"models", "errors"},  # backends by name
+    "backends.trial": BASE | {"ipc", "models", "backends.protocol", "backends.registry"},
     "models.store": BASE | {"ipc", "models", "backends.registry"},
     "cache": BASE | {"ipc", "machine"},
     "kv": {"errors", "ipc", "backends.protocol", "cache"},
@@ -59,17 +63,18 @@ ALLOWED = {
     "speculation": {"ipc", "backends.protocol", "kv", "scheduler"},
     "engine": BASE
     | {"ipc", "settings", "machine", "models", "backends", "backends.protocol", "backends.registry"}
-    | {"backends.device", "cache", "kv", "scheduler", "grammar", "sampling", "speculation"},
+    | {"backends.trial", "backends.device", "cache", "kv", "scheduler", "grammar", "sampling", "speculation"},
     # ---- what the caller's process is made of
     "chat": {"errors", "json_size"},
     "audio": BASE | {"ipc", "settings"},
     "images": BASE | {"ipc", "settings", "machine", "audio"},
     "documents": BASE | {"ipc", "settings", "chat", "images"},
     "power": {"errors"},
+    "routing": {"errors", "ipc", "machine"},
     "client.worker": {"errors", "wording", "ipc", "chat", "documents", "grammar"},
     "client": BASE
     | {"ipc", "settings", "site_settings", "chat", "audio", "images", "machine", "models", "models.store"}
-    | {"backends.registry", "client.worker", "documents"},
+    | {"backends.registry", "backends.trial", "client.worker", "documents"},
     "tasks": {
         "errors",
         "ipc",
@@ -107,6 +112,16 @@ ALLOWED = {
         "remote",
         "engine",
     },  # brings them together
+    "gate": {
+        "errors",
+        "ipc",
+        "settings",
+        "chat",
+        "client",
+        "remote",
+        "routing",
+        "runtime",
+    },  # other machines in the place of an engine
     "sync": {"errors", "images", "ipc", "settings", "client", "runtime", "tasks"},
     "llm_plugin": {"errors", "ipc", "settings", "models.store", "sync"},
     "server": BASE
@@ -142,7 +157,8 @@ ALLOWED = {
         "models.store",
         "backends",
     }
-    | {"backends.device", "backends.registry", "client", "tasks", "runtime", "remote", "server"},
+    | {"backends.device", "backends.registry", "backends.trial", "client", "tasks", "runtime", "remote"}
+    | {"server", "gate"},
 }
 # Policy is pure: time arrives as an argument, effects leave as values.
 PURE = (
@@ -154,6 +170,7 @@ PURE = (
     "cache.eviction",
     "cache.disk.tier",
     "speculation",
+    "routing",
     "machine.ladder",
     "machine.pressure",
     "models.memory_estimate.fit",

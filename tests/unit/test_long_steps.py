@@ -12,10 +12,11 @@ from stoker.backends.device import HeldDevices
 from stoker.backends.fake.backend import FakeBackend
 from stoker.backends.fake.faults import FakeFaults
 from stoker.backends.protocol.backend import BatchPlan, PlanItem
+from stoker.backends.registry import OpenModels
 from stoker.client.process.transport import config_of
 from stoker.engine.inbox import Closed, Inbox, LoadFailed, LoadStop, Sized
 from stoker.engine.process import ClientLink, EngineInThread
-from stoker.engine.residency.load_threads import LoadThreads
+from stoker.engine.residency.load import LoadThreads
 from stoker.engine.runners.long_steps import ALONE_S, BOUNDED_TIMES, YOUNG_SHARE
 from stoker.errors import StepAbortedError
 from stoker.ipc.codec import encode_command
@@ -547,7 +548,7 @@ def test_what_comes_of_a_load_is_an_arrival(tmp_path):
     """SPEC Q27: a model's estimate, and why there is none."""
     for path, kind in ((PATH, Sized), (str(tmp_path / "none.gguf"), LoadFailed)):
         inbox = Inbox()
-        threads = LoadThreads(inbox, tmp_path, HeldDevices(tmp_path))
+        threads = LoadThreads(inbox, tmp_path, HeldDevices(tmp_path), OpenModels())
         threads.size(LoadStop(), ModelSpec(id="m", path=path))
         assert isinstance(inbox.get(timeout=30), kind)
         threads.close()

@@ -10,11 +10,13 @@ from pathlib import Path
 import pytest
 from gguf_files import write_tiny
 
+from model_folders import tiny_folder
 from stoker import Runtime
 from stoker.client.models.specs import ModelSource
 from stoker.errors import (
     DownloadError,
     InvalidRequestError,
+    ModelFileError,
     ModelLoadError,
     ModelNotFoundError,
     NotReadyError,
@@ -30,6 +32,19 @@ FAKE = "fake:eog_period=0"
 REF = "acme/tiny-GGUF"
 
 Pull = Callable[[PullRequest, Callable[[int, int, str], None]], Path]
+
+
+class Mending(threading.Event):
+    """What a hub waits for: it puts the bytes of a file right and is never in the way."""
+
+    def __init__(self, file: Path, data: bytes) -> None:
+        super().__init__()
+        self._mend = lambda: file.write_bytes(data)
+
+    def wait(self, timeout: float | None = None) -> bool:
+        """Mend it now."""
+        self._mend()
+        return True
 
 
 class SlowHub:
@@ -217,6 +232,36 @@ async def test_two_files_of_one_name_are_refused_at_the_start() -> None:
     """SPEC R4: before anything runs."""
     with pytest.raises(InvalidRequestError, match="two models"):
         await Runtime(FAKE, models=["fake:"], isolation="thread").start()
+
+
+async def test_what_is_damaged_of_a_download_is_fetched_again_once(
+    hub: SlowHub, runtime: Runtime, tmp_path: Path
+) -> None:
+    """F5: only where downloads are allowed; damage that stays is told."""
+    folder = tmp_path / REF
+    tiny_folder(folder)
+    weights = folder / "model.safetensors"
+    sound = weights.read_bytes()
+    hub.path, hub.go_on = folder, Mending(weights, sound)
+    weights.write_bytes(sound[:-1])
+    with pytest.raises(ModelFileError, match="truncated"):
+        await runtime.serve_model(REF, Reach.LOCAL)
+    assert hub.num_pulls == 0
+    assert (await runtime.serve_model(REF, Reach.HUB)).path == str(folder)
+    assert hub.num_pulls == 1
+
+
+async def test_damage_that_stays_is_told_after_one_more_download(
+    hub: SlowHub, runtime: Runtime, tmp_path: Path
+) -> None:
+    """F5."""
+    folder = tiny_folder(tmp_path / REF)
+    (folder / "config.json").write_text("{")
+    hub.path = folder
+    hub.go_on.set()
+    with pytest.raises(ModelFileError, match="no JSON"):
+        await runtime.serve_model(REF, Reach.HUB)
+    assert hub.num_pulls == 1
 
 
 async def test_a_runtime_of_a_hub_reference_downloads_it_only_where_it_may(

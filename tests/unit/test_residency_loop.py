@@ -138,7 +138,7 @@ def test_one_that_can_never_fit_is_refused_and_nothing_goes_for_it(make):
 def test_what_a_model_was_given_less_of_is_told(make):
     """SPEC R2: degraded, reported, and its requests run."""
     machine = make()
-    machine.know("a", "eog_period=0,weights_mib=700,cell_kib=32", n_ctx=16384)
+    machine.know("a", "eog_period=0,weights_mib=660,cell_kib=32", n_ctx=16384)
     machine.submit("r", "a")
     machine.run("r")
     info = machine.info("a")
@@ -151,7 +151,7 @@ def test_what_a_model_was_given_less_of_is_told(make):
 def test_a_model_that_is_loaded_again_with_more_room_is_no_longer_degraded(make):
     """SPEC R2: it was for want of memory, not for good."""
     machine = make()
-    machine.know("a", "eog_period=0,weights_mib=300,cell_kib=32", n_ctx=16384)
+    machine.know("a", "eog_period=0,weights_mib=290,cell_kib=32", n_ctx=16384)
     machine.others_mib = 400
     use(machine, "a")
     assert machine.info("a").degraded

@@ -10,6 +10,7 @@ import pytest
 from pydantic import ValidationError
 
 from stoker.cli.commands.serve import PANELS
+from stoker.cli.gate.command import PANELS as GATE_PANELS
 from stoker.errors import InvalidRequestError, MachineSetupError
 from stoker.setting_fields import parse_size
 from stoker.settings import (
@@ -243,8 +244,8 @@ def test_variables_that_are_nothing_like_a_setting_are_told_not_refused(
 
 
 def test_every_setting_is_an_option_of_serve_in_one_panel() -> None:
-    """Documents: drain_s, n_batch, models_dir and their like had none."""
-    offered = " ".join(PANELS.values()).split()
+    """Documents: drain_s, n_batch, models_dir and their like had none. Those of machines are the gate's."""
+    offered = " ".join([*PANELS.values(), GATE_PANELS["Machines"]]).split()
     fields = {*EngineSettings.model_fields, *ServerSettings.model_fields}
     assert sorted(offered) == sorted(fields - TABLES)
 
@@ -312,6 +313,7 @@ IN_WORDS = {
     "by their free memory": ((),),
     "the freest": (None,),
     "as many as have to": (None,),
+    "all where they fit, else what is left": (None,),
     "f16, bf16 keys where --repeatable needs them": (None,),
     "as for all": ({},),
     "as the template has it": (None,),

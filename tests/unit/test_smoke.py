@@ -139,7 +139,7 @@ def test_another_build_or_cpu_is_tried_for_itself(
 ) -> None:
     """SPEC R9: the verdict is of this build on this CPU."""
     verdict_for(model_path, tmp_path)
-    monkeypatch.setattr(smoke, "_cpu", lambda: ("another",))
+    monkeypatch.setattr(smoke, "cpu_identity", lambda: ("another",))
     verdict_for(model_path, tmp_path)
     monkeypatch.setattr(smoke, "LIBRARY_VERSION", "another")
     verdict_for(model_path, tmp_path)

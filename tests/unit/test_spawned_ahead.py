@@ -66,7 +66,7 @@ def test_ctrl_c_during_the_imports_ends_the_program_and_its_engine_without_a_tra
             raise KeyboardInterrupt
 
     child = EngineChild("scripted_engine")
-    monkeypatch.setattr(main, "_spawned", lambda: child)
+    monkeypatch.setattr(main, "_spawned", lambda _models: child)
     monkeypatch.setattr(sys, "argv", ["stoker", "serve"])
     monkeypatch.setitem(sys.modules, "stoker.cli.app", Interrupted())
     with pytest.raises(SystemExit) as ended:
@@ -150,7 +150,7 @@ def test_a_server_that_cannot_be_started_leaves_no_engine(tmp_path: Path) -> Non
     watched = (
         "import sys\nfrom stoker.cli import main\nfrom stoker.client.process import child\n"
         "spawn = child.EngineChild.__init__\n"
-        "def told(self, *given):\n    spawn(self, *given)\n    print(self.process.pid, flush=True)\n"
+        "def told(self, **given):\n    spawn(self, **given)\n    print(self.process.pid, flush=True)\n"
         "child.EngineChild.__init__ = told\n"
         f"sys.argv = ['stoker', 'serve', '--config', {str(tmp_path / 'none.toml')!r}]\nmain.main()"
     )
@@ -159,3 +159,13 @@ def test_a_server_that_cannot_be_started_leaves_no_engine(tmp_path: Path) -> Non
     assert done.returncode != 0
     assert "none.toml" in done.stderr
     assert not psutil.pid_exists(int(done.stdout))
+
+
+def test_an_engine_is_told_the_models_that_its_command_line_names(tmp_path: Path) -> None:
+    """L10: files only; what else a name means the settings say later."""
+    files = [tmp_path / "chat.gguf", tmp_path / "embedder.gguf"]
+    for file in files:
+        file.touch()
+    chat, embedder = map(str, files)
+    assert main._models_in(["serve", "-m", chat, "--port", "0", f"--model={embedder}"]) == [chat, embedder]
+    assert main._models_in(["serve", "-m", str(tmp_path), "--model", "listed-name", "-m"]) == []

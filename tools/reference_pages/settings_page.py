@@ -10,6 +10,7 @@ from unittest import mock
 from tools.reference_pages.markdown import MADE, table
 
 from stoker.cli.commands.serve import PANELS
+from stoker.cli.gate.command import PANELS as GATE_PANELS
 from stoker.setting_fields import ENV_PREFIX, FrozenSettings
 from stoker.settings import EngineSettings, ServerSettings, flag_of
 from stoker.site_settings import KeySettings, ModelSettings, PerModelSettings
@@ -49,12 +50,14 @@ KEYS = """
 """
 _HOME = "/home-of-the-user"
 
+_OF_GATES = "Machines (`stoker gate`)"
+
 
 def settings_page() -> str:
     """The page."""
     fields = EngineSettings.model_fields | ServerSettings.model_fields
     parts = [HEAD, EXAMPLE]
-    for panel, names in PANELS.items():
+    for panel, names in (*PANELS.items(), (_OF_GATES, GATE_PANELS["Machines"])):
         rows = [_row(name, fields[name]) for name in names.split()]
         parts += [f"\n## {panel}\n\n", table(("key", "flag", "variable", "default", "meaning"), rows)]
     parts += [TABLES, _table_of(ModelSettings), KEYS, _table_of(KeySettings)]

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from stoker.machine.device_lease import DeviceLease, lease_note
+from stoker.machine.limits import DEFAULTS, effective_limit, read_limits, tier_of
 from stoker.machine.monitor import DeviceSample
 from stoker.machine.nvml import CardReading, Nvml
 from stoker.machine.thermal import card_heat
@@ -61,6 +62,26 @@ class Device:
 
 
 CPU = Device("CPU", id="CPU")
+
+
+@dataclass(frozen=True, slots=True)
+class AllocatorLimits:
+    """What a native allocator may take of this machine, by its size (SPEC M2), in bytes.
+
+    Attributes:
+        most_bytes: in use.
+        cache_bytes: freed, and kept for what is allocated next.
+    """
+
+    most_bytes: int
+    cache_bytes: int
+
+
+def allocator_limits() -> AllocatorLimits:
+    """Those of this machine; a limit that the user set is the engine's to watch."""
+    found = read_limits()
+    defaults = DEFAULTS[tier_of(found.effective_bytes)]
+    return AllocatorLimits(effective_limit(found), defaults.allocator_cache_bytes)
 
 
 class HeldDevices:

@@ -14,6 +14,7 @@ import typer
 from typer.completion import get_completion_inspect_parameters
 
 from stoker.cli.agents import launch
+from stoker.cli.calibrate.command import calibrate
 from stoker.cli.command import CONTEXT_SETTINGS, HelpfulCommand, HelpfulGroup
 from stoker.cli.commands import (
     cache,
@@ -33,6 +34,7 @@ from stoker.cli.commands import (
     serve,
 )
 from stoker.cli.config import commands as config
+from stoker.cli.gate import command as gate
 from stoker.cli.options import Version, with_version
 from stoker.cli.top.command import top
 from stoker.cli.ui import command as ui
@@ -106,12 +108,26 @@ _offer(
 )
 _offer(MODELS, "plan", plan.plan, "stoker plan", "stoker plan big.gguf --ctx-size 32768 --slots 4")
 _offer(
+    MODELS,
+    "calibrate",
+    calibrate,
+    "stoker calibrate",
+    "stoker calibrate big.gguf --only threads",
+)
+_offer(
     SERVER,
     "serve",
     serve.serve,
     "stoker serve",
     "stoker serve -m chat.gguf -m embedder.gguf --port 8000",
     "stoker serve --config stoker.toml",
+)
+_offer(
+    SERVER,
+    "gate",
+    gate.gate,
+    "stoker gate --peer http://192.168.1.5:8686 --peer http://192.168.1.6:8686 --peer-key-file keys",
+    "stoker gate --config gate.toml",
 )
 _offer(SERVER, "ps", ps.ps, "stoker ps", "stoker ps --url http://192.168.1.5:8686 --api-key KEY")
 _offer(SERVER, "top", top, "stoker top", "stoker top --once", "stoker top --json | jq .memory")

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Self
 
 import typer
 
-from stoker.errors import ModelNotFoundError
+from stoker.errors import ModelFileError, ModelNotFoundError
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -29,7 +29,7 @@ def download(reference: str, models_dir: Path, revision: str = "main") -> Path:
 
 
 def here_or_offered(name: str, models_dir: Path) -> str:
-    """A model's name, or the file of it where it was not here and was downloaded on demand (SPEC T9).
+    """A model's name, or its path where it was not here, or damaged, and was downloaded on demand (SPEC T9).
 
     Raises:
         ModelNotFoundError: it is not here, and there is nothing to download or nobody to ask.
@@ -40,11 +40,12 @@ def here_or_offered(name: str, models_dir: Path) -> str:
 
     try:
         ModelStore(models_dir).resolve(name)
-    except ModelNotFoundError as error:
+    except (ModelNotFoundError, ModelFileError) as error:
         if not is_reference(name) or not _is_somebody_there():
             raise
         typer.echo(f"stoker: {error.message}", err=True)
-        if not typer.confirm("Download it now?", err=True):
+        is_here = isinstance(error, ModelFileError)
+        if not typer.confirm("Get what is damaged again?" if is_here else "Download it now?", err=True):
             raise typer.Abort from None
         return str(download(name, models_dir))
     return name

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import itertools
 import os
 import signal
 import sys
@@ -20,13 +21,14 @@ if TYPE_CHECKING:
 
 _NO_SERVER = frozenset({"-h", "--help", "-V", "--version", "--isolation"})
 """Words of the command line with which `serve` needs no process, or may need none."""
+_MODEL = ("-m", "--model")
 
 
 def main() -> None:
     """Entry point of the `stoker` script."""
     _open_closed_streams()
     with contextlib.ExitStack() as stack:
-        child = _spawned() if _is_server(sys.argv[1:]) else None
+        child = _spawned(_models_in(sys.argv[1:])) if _is_server(sys.argv[1:]) else None
         if child is not None:
             stack.callback(child.close)
         run_command = _imported()
@@ -51,12 +53,19 @@ def _is_server(words: Sequence[str]) -> bool:
     return is_asked and not any(word.partition("=")[0] in _NO_SERVER for word in words)
 
 
-def _spawned() -> EngineChild | None:
+def _models_in(words: Sequence[str]) -> list[str]:
+    """The files that the command line names as models, as far as it tells: the settings may say more."""
+    named = [after for word, after in itertools.pairwise(words) if word in _MODEL]
+    named += [word.partition("=")[2] for word in words if word.startswith("--model=")]
+    return [name for name in named if os.path.isfile(name)]  # noqa: PTH113 - pathlib is not imported yet
+
+
+def _spawned(models: Sequence[str]) -> EngineChild | None:
     """An engine's process; None where the machine refuses one: the server's own start says why."""
     from stoker.client.process.child import EngineChild
 
     try:
-        return EngineChild()
+        return EngineChild(models=models)
     except (OSError, MemoryError):
         return None
 

@@ -110,7 +110,7 @@ Model = Annotated[
     typer.Option(
         "--model",
         "-m",
-        help="Name from `stoker models` or path of a GGUF file. [the one that is fit]",
+        help="Name from `stoker models` or path of a GGUF file or a folder. [the one that is fit]",
         metavar="MODEL",
         rich_help_panel=PANEL,
         autocompletion=models_that_begin,

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import Callable
+import time
+from collections.abc import Awaitable, Callable
 from contextlib import aclosing, asynccontextmanager, contextmanager, suppress
 from functools import partial
 from typing import TYPE_CHECKING
@@ -61,11 +62,13 @@ if TYPE_CHECKING:
     from stoker.client.requests.texts import RequestText
     from stoker.client.worker.jobs import RenderChat
     from stoker.errors import ErrorInfo
+    from stoker.ipc.commands import Submit
     from stoker.ipc.model import Reach
     from stoker.ipc.status import CallKind, GroupStatus, ModelStatus
     from stoker.settings import EngineSettings
 
 SUSPENDED_DIR = "suspended"
+ReadSource = Callable[["EngineSettings"], Awaitable[ModelSource]]
 OnArrival = Callable[[str, str, GenerateRequest, int], None]
 """Gets the id of a request or of a call of several, its owner, its (first) request and how many there are."""
 
@@ -88,6 +91,7 @@ class Client:
         ahead: an engine that was spawned before `start`, which uses it; None: none was.
         allows_downloads: references of the hub among the models are downloaded at the start.
         on_arrival: as `Runtime.on_arrival`.
+        new_transport, read_source: as given; finds the models of settings. They may be set before `start`.
         on_call: called with each group that has ended, and with `finished`, `cancelled` or an error's code.
     """
 
@@ -108,7 +112,8 @@ class Client:
         self.ahead: Transport | None = None
         self.allows_downloads = False
         self._settings = settings
-        self._new_transport = new_transport
+        self.new_transport = new_transport
+        self.read_source: ReadSource = _read_source
         self._max_tokens: int | None = None
 
     def __repr__(self) -> str:
@@ -123,7 +128,7 @@ class Client:
         if self.allows_downloads:
             models = [await self._downloaded(ref) for ref in self._settings.models]
             self._settings = self._settings.replace(models=models)
-        source = await asyncio.to_thread(ModelSource.read, self._settings)
+        source = await self.read_source(self._settings)
         settings = source.settings
         self._max_tokens = source.max_tokens
         self.images.limits = ImageLimits.of(settings, source.defaults.image_edge_px)
@@ -132,7 +137,7 @@ class Client:
             source,
             bus=self.bus,
             table=self.table,
-            new_transport=self._new_transport,
+            new_transport=self.new_transport,
             first=self.ahead,
         )
         if settings.isolation == "process" and any(model.info.chat_template for model in source.served):
@@ -272,7 +277,9 @@ class Client:
             record.request = resolved(record.request, info, self._max_tokens)
             if record.group is None:
                 self.on_arrival(record.request_id, record.owner, record.request, 1)
-            record.is_ready = record.request.constraint is None
+            constraint = record.request.constraint
+            is_native = record.is_handed_over and constraint is not None and constraint.native is not None
+            record.is_ready = constraint is None or is_native
             supervisor.submit(record)
         except StokerError as error:
             supervisor.requests.history.refused(record, error.info())
@@ -280,6 +287,16 @@ class Client:
         async with aclosing(events), self._translating(record):
             async for event in events:
                 yield event
+
+    def take_over(self, submit: Submit, owner: str, route: str) -> AsyncGenerator[StreamEvent, None]:
+        """The events of a request from where another machine left it; as of `Runtime.stream` else.
+
+        Args:
+            submit: what was asked for, and what was delivered.
+            owner: digest of the API key of the gate that gives it, which is trusted with its grammar.
+            route: what it came by.
+        """
+        return self.stream(RequestRecord.handed_over(submit, time.monotonic(), owner, route))
 
     @asynccontextmanager
     async def _translating(self, record: RequestRecord) -> AsyncIterator[None]:
@@ -370,6 +387,10 @@ class Client:
                 yield event
         finally:
             self.table.detach(kept_id, stream.push, has_read_all=stream.is_over)
+
+
+async def _read_source(settings: EngineSettings) -> ModelSource:
+    return await asyncio.to_thread(ModelSource.read, settings)
 
 
 # ---------------------------------------------------------------- requests as the engine gets them

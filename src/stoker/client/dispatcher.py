@@ -32,7 +32,7 @@ from stoker.ipc.events import (
     Reply,
     RungTaken,
 )
-from stoker.ipc.figures import CacheFigures, MemoryFigures, StepFigures
+from stoker.ipc.figures import CacheFigures, MachineFigures, MemoryFigures, StepFigures
 from stoker.ipc.model import ModelLife
 
 if TYPE_CHECKING:
@@ -243,7 +243,7 @@ class Dispatcher:
                 self.calls.settle(event)
             case PressureMoved() | RungTaken() | HeatMoved():
                 self._bus.machine_moved(event)
-            case StepFigures() | MemoryFigures() | CacheFigures():
+            case StepFigures() | MemoryFigures() | CacheFigures() | MachineFigures():
                 self.figures.take(event)
             case Logged():
                 relay(event, instance.pid)

@@ -40,7 +40,7 @@ SNAPSHOT_S = 0.25
 """How long a snapshot serves others who ask for one, if nothing has happened since."""
 FIGURES_S = 1.0
 """How long the first subscriber waits for the engine's figures; a step may take longer."""
-FIGURES = frozenset({"steps", "memory", "cache"})
+FIGURES = frozenset({"steps", "memory", "cache", "machines"})
 """Events that the engine makes only while somebody subscribes to them."""
 
 _NUMBER = re.compile(r"[0-9]{1,18}")
@@ -58,7 +58,8 @@ class RuntimeEvent(msgspec.Struct, frozen=True, kw_only=True):
     """Something that happened.
 
     Attributes:
-        event: its name: snapshot, engine, model, pressure, rung, heat, request, steps, memory or cache.
+        event: its name: snapshot, engine, model, pressure, rung, heat, request, steps, memory, cache or
+            machines.
         at: seconds since the epoch.
         fields: what it is about; values that JSON can hold, no text of any request.
         owner: of a request, digest of the API key that it came with; empty: none.

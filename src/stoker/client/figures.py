@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from stoker.ipc.figures import CacheFigures, Figures, MemoryFigures, StepFigures
+from stoker.ipc.figures import CacheFigures, Figures, MachineFigures, MemoryFigures, StepFigures
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -40,6 +40,7 @@ class EngineFigures:
         self._steps: dict[str, dict[str, Any]] = {}
         self._memory: dict[str, Any] | None = None
         self._cache: dict[str, Any] | None = None
+        self.machines: list[dict[str, Any]] = []
 
     def __repr__(self) -> str:
         return f"<EngineFigures of {sorted(self._steps)}>"
@@ -59,6 +60,9 @@ class EngineFigures:
                 self.models_s = time.monotonic()
                 self._memory = memory_document(figures.memory, figures.devices, figures.physical)
                 self._bus.publish("memory", self._memory)
+            case MachineFigures():
+                self.machines = msgspec.to_builtins(figures.machines)
+                self._bus.publish("machines", {"machines": self.machines})
             case CacheFigures():
                 self._cache = _cache_of(figures)
                 self._bus.publish("cache", self._cache)

@@ -73,4 +73,6 @@ def snapshot_of(
         "exits": msgspec.to_builtins(list(known.exits)),
         "may": {"administrate": True, "texts": history.texts is not None},
     }
+    if known.figures.machines:
+        fields["machines"] = known.figures.machines
     return fields, {one.request_id: one.owner for one in (*rows, *groups, *ended) if one.owner}

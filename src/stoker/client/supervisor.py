@@ -23,7 +23,7 @@ from stoker.client.engine_view import EngineView
 from stoker.client.event_bus import EventBus
 from stoker.client.model_rows import ModelRows
 from stoker.client.models.registry import ModelRegistry
-from stoker.client.process.exit import DeviceLosses, EngineExit, OomCounter
+from stoker.client.process.exit import DeviceLosses, EngineExit, OomCounter, UnreadFiles
 from stoker.client.process.instance import Backoff, EngineInstance, check_period_s
 from stoker.client.process.lifecycle import EngineState, Lifecycle, Suspension
 from stoker.client.process.transport import DescriptorReserve, NewTransport, ProcessTransport, Transport
@@ -32,6 +32,7 @@ from stoker.client.requests.table import RequestTable
 from stoker.client.snapshot import KnownEngine, snapshot_of
 from stoker.errors import EngineError, ErrorInfo, MachineSetupError, NotReadyError, error_from_info
 from stoker.ipc.commands import GetStatus, Shutdown
+from stoker.ipc.model import ModelLife
 from stoker.ipc.status import EngineHealth, ExitStatus, RuntimeStatus
 from stoker.settings import EngineSettings
 
@@ -96,6 +97,7 @@ class EngineSupervisor:
         self._suspension = Suspension()
         self._backoff = Backoff()
         self._losses = DeviceLosses()
+        self._unread = UnreadFiles()
         self._oom = OomCounter()
         self._instance: EngineInstance | None = None
         self._num_failed_starts = 0
@@ -369,7 +371,7 @@ class EngineSupervisor:
 
     def _take_exit(self, instance: EngineInstance, ended: EngineExit, delay_s: float) -> None:
         """Charge, report and answer for an exit that was not asked for."""
-        ended = self._losses.note(ended)
+        ended = self._unread.explain(self._losses.note(ended), self._mapped_files())
         self.num_restarts += 1
         self._last_exit = ended.reason
         if not instance.is_up and ended.is_blamable:
@@ -381,7 +383,8 @@ class EngineSupervisor:
                 "engine %d %s%s; the next start is in %.1f s", instance.pid, ended.reason, failed, delay_s
             )
         if instance.is_up and ended.is_blamable:
-            ended = ended.beside(*(f"the load of {model}" for model in self.registry.charge(ended)))
+            loading = self.registry.charge(ended, self.requests.running_models())
+            ended = ended.beside(*(f"the load of {model}" for model in loading))
         num_before = len(list(self._table.live()))
         self._dispatcher.engine_exited(ended)
         num_survived = len(list(self._table.live()))
@@ -402,6 +405,16 @@ class EngineSupervisor:
             self._give_up(ended)
         elif self.state is EngineState.STARTING and (failure := self.registry.start_failure()):
             self._answer_start(error_from_info(failure))
+
+    def _mapped_files(self) -> dict[str, str]:
+        """Paths of the files that the engine had mapped, by model."""
+        specs = (known.spec for known in self.registry.known())
+        in_memory = {ModelLife.LOADING, ModelLife.READY}
+        return {
+            spec.id: spec.path
+            for spec in specs
+            if spec.placement.mmap and self.registry.state(spec.id) in in_memory
+        }
 
     def _answer_start(self, error: StokerError | None) -> None:
         """Have `start` return, or close and raise the error; once."""

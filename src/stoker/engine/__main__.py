@@ -2,6 +2,10 @@
 
 import sys
 
-from stoker.engine.process import serve
+from stoker.engine.driver import begin_driver
+
+begin_driver()  # beside the imports that follow
+
+from stoker.engine.process import serve  # noqa: E402 - see above
 
 sys.exit(serve(sys.argv[1:]))

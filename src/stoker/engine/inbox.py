@@ -88,11 +88,16 @@ class LoadMoved:
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """Worker's post: the model at `path` is in memory."""
+    """Worker's post: the model at `path` is in memory.
+
+    Attributes:
+        vocabulary: digest of its tokens; empty: it is served in one way only.
+    """
 
     load: LoadStop
     path: str
     backend: Backend | Encoder
+    vocabulary: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,6 +14,7 @@ from enum import Enum
 from pathlib import Path
 
 from stoker.backends.device import HeldDevices
+from stoker.backends.registry import OpenModels
 from stoker.cache.disk.tier import DiskOutcome
 from stoker.cache.prefix_cache import CacheLimits
 from stoker.cache.store import PrefixStore
@@ -35,10 +36,11 @@ from stoker.engine.jobs.preparations import Preparations
 from stoker.engine.jobs.table import JobTable
 from stoker.engine.report import EngineParts, EngineReport
 from stoker.engine.residency.catalogue import Placement
-from stoker.engine.residency.load_threads import LoadThreads
+from stoker.engine.residency.load import LoadThreads
 from stoker.engine.residency.pending import PendingRequests
 from stoker.engine.residency.pressure import PressureHandler
 from stoker.engine.residency.residency import Residency
+from stoker.engine.residency.streamed import StreamedWeights
 from stoker.engine.runners.runner import ModelRunner
 from stoker.engine.runners.turns import Runners
 from stoker.engine.threads.timer import StepTimer, Stopwatch
@@ -98,6 +100,7 @@ class EngineLoop:
         publish: called with each turn's events, in order, on the loop's thread.
         config: the engine's.
         take_sample: measures memory; None: this machine's.
+        models: headers that were read before the engine was made.
     """
 
     def __init__(
@@ -106,19 +109,21 @@ class EngineLoop:
         publish: Callable[[list[Event]], None],
         config: EngineConfig,
         take_sample: Callable[[], Sample] | None = None,
+        models: OpenModels | None = None,
     ) -> None:
         self._inbox = inbox
         self._publish = publish
         cache_dir = Path(config.cache_dir)
         leases = cache_dir / "devices" if config.device_lease else None
         self._devices = HeldDevices(leases, config.memory_margin)
-        self._sources = _sources(config, self._devices)
+        self._streamed = StreamedWeights()
+        self._sources = _sources(config, self._devices, self._streamed)
         self._monitor: MemoryMonitor | None = None
         self._take_sample = take_sample or (lambda: measure(self._sources))
         sample = self._take_sample()
         self._cleans_eagerly = DEFAULTS[sample.tier].cleans_eagerly
         self._clock = Stopwatch(config.watchdog_s)
-        self._load_threads = LoadThreads(inbox, cache_dir, self._devices)
+        self._load_threads = LoadThreads(inbox, cache_dir, self._devices, models or OpenModels())
         self._preparations = Preparations(inbox, config.max_prepare_s)
         self._timer = StepTimer(self._clock, inbox.interrupt)
         limits = CacheLimits.within(
@@ -244,6 +249,7 @@ class EngineLoop:
     def _count_own(self) -> None:
         """Have the devices know what of their memory is ours, which changes with the models in memory."""
         holders = self._residency.holders
+        self._streamed.is_loading = self._residency.is_mapping
         if holders == self._holders:
             return
         self._holders = holders
@@ -253,6 +259,7 @@ class EngineLoop:
                 sizes = on_devices.memory_by_device()
                 held[runner.spec.id] = {device: sum(lines.values()) for device, lines in sizes.items()}
         self._devices.hold(None if holders is None else held)
+        self._streamed.hold(holders or ())
 
     def _step(self, now: float) -> None:
         """Give one model a turn; with nothing to compute, warm devices and store what is only in cells."""
@@ -461,9 +468,16 @@ class EngineLoop:
         self._pending.ask(ask, runner)
 
 
-def _sources(config: EngineConfig, devices: HeldDevices) -> Sources:
+def _sources(config: EngineConfig, devices: HeldDevices, streamed: StreamedWeights) -> Sources:
     """What is measured: this process, the client's where that is another, and what models compute on."""
     own = os.getpid()
     pids = (os.getppid(), own) if config.has_own_process else (own,)
     heat = heat_source(Path(config.heat_trace) if config.heat_trace else None)
-    return Sources(memory_limit=config.memory_limit, pids=pids, heat=heat, devices=devices.samples)
+    return Sources(
+        memory_limit=config.memory_limit,
+        pids=pids,
+        heat=heat,
+        devices=devices.samples,
+        mapped_bytes=streamed.resident_bytes,
+        is_mapping=lambda: streamed.is_loading,
+    )

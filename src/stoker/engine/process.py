@@ -19,12 +19,15 @@ import signal
 import socket
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 import msgspec
 
+from stoker.backends.registry import OpenModels
 from stoker.engine.threads.timer import READ_EVERY_S
 from stoker.ipc.codec import command_decoder, encode_events
 from stoker.ipc.commands import GetStatus, Watch
@@ -183,12 +186,14 @@ def open_client(descriptor: int) -> socket.socket:
     return sock
 
 
-def engine_loop(inbox: Inbox, publish: Publish, config: EngineConfig) -> RunsEngine:
+def engine_loop(
+    inbox: Inbox, publish: Publish, config: EngineConfig, models: OpenModels | None = None
+) -> RunsEngine:
     """The real engine; imported late, so that a client with a child process loads no native code."""
     load_native()
     from stoker.engine.loop import EngineLoop  # noqa: PLC0415 - see above
 
-    return EngineLoop(inbox, publish, config)
+    return EngineLoop(inbox, publish, config, models=models)
 
 
 class EngineInThread:
@@ -234,8 +239,10 @@ def load_native() -> None:
     import llama_cpp.llama_cpp  # noqa: F401, PLC0415 - for its effect
 
 
-def begin_devices() -> threading.Thread:
+def begin_devices(models: OpenModels, paths: Sequence[str]) -> threading.Thread:
     """Start the devices' drivers and import what reads GGUF files, in a thread: both take a while.
+
+    Then it reads the headers of files that the command line named, as this process is not told anything yet.
 
     What goes wrong here goes wrong again for whoever asks for it, and is told there.
     """
@@ -244,6 +251,9 @@ def begin_devices() -> threading.Thread:
         with contextlib.suppress(Exception):
             importlib.import_module("stoker.backends.llama.binding").accelerators()
             importlib.import_module("stoker.backends.llama.backend")
+        for path in paths:
+            with contextlib.suppress(Exception):
+                models.open(str(Path(path))).estimator()
 
     thread = threading.Thread(target=begin, name="stoker-devices", daemon=True)
     thread.start()
@@ -256,7 +266,7 @@ def serve(arguments: list[str], make_engine: MakeEngine = engine_loop) -> int:
     It is told by its stdin how to run, an `EngineConfig` as JSON, once it has imported what takes long.
 
     Args:
-        arguments: number of the inherited socket.
+        arguments: number of the inherited socket, and the files of models that will probably be asked for.
         make_engine: builds the engine.
 
     Returns:
@@ -269,7 +279,9 @@ def serve(arguments: list[str], make_engine: MakeEngine = engine_loop) -> int:
     if make_engine is engine_loop:
         gc.disable()  # what is imported stays: to look through it for garbage takes a twelfth of the time
         load_native()
-        begin_devices()
+        models = OpenModels()
+        begin_devices(models, arguments[1:])
+        make_engine = partial(engine_loop, models=models)
         importlib.import_module("stoker.engine.loop")
         gc.freeze()
         gc.enable()

@@ -45,6 +45,9 @@ class Given:
     param: str
 
 
+_TEXT_ONLY = "of its folder only text is computed: serve its GGUF file with --mmproj FILE"
+
+
 def can_see(info: ModelInfo) -> bool:
     """Whether the model reads images as it is served."""
     return info.has_vision or (info.pairing == Pairing.READY and not can_hear(info))
@@ -63,6 +66,7 @@ def require_vision(info: ModelInfo, param: str) -> None:
         Pairing.NEEDS_PROJECTOR: "it lacks its projector: serve it with --mmproj FILE",
         Pairing.BROKEN: "its projector does not fit it",
         Pairing.READY: "its projector hears and sees nothing",
+        Pairing.TEXT_ONLY: _TEXT_ONLY,
     }.get(Pairing(info.pairing), f"it has no vision ({info.architecture}, and no projector is given)")
     raise UnsupportedError(f"{param}: the model {info.id} takes text, no pictures: {why}", param=param)
 
@@ -75,6 +79,7 @@ def require_hearing(info: ModelInfo, param: str) -> None:
         Pairing.NEEDS_PROJECTOR: "it lacks its projector: serve it with --mmproj FILE",
         Pairing.BROKEN: "its projector does not fit it",
         Pairing.READY: "its projector sees and hears nothing",
+        Pairing.TEXT_ONLY: _TEXT_ONLY,
     }.get(Pairing(info.pairing), f"it has no hearing ({info.architecture}, and no projector is given)")
     raise UnsupportedError(f"{param}: the model {info.id} takes no recordings: {why}", param=param)
 

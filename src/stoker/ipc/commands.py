@@ -77,6 +77,9 @@ class Submit(msgspec.Struct, frozen=True, tag=True, kw_only=True):
         age_s: seconds since the caller submitted it (deadlines count from there).
         num_context: as in `Admitted`; 0: it was not admitted before.
         is_paused: it enters paused.
+        made_for: `served_by` of the way to serve its model that it was made for; empty: there is one only.
+        vocabulary: of that way; empty: not known.
+        vocabulary_sample: as in `ModelInfo`, of what made the tokens delivered; empty: not known.
     """
 
     request_id: str
@@ -87,6 +90,9 @@ class Submit(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     age_s: float = 0.0
     is_paused: bool = False
     num_context: int = 0
+    made_for: str = ""
+    vocabulary: str = ""
+    vocabulary_sample: str = ""
 
 
 class Pause(msgspec.Struct, frozen=True, tag=True):

@@ -39,11 +39,15 @@ class ModelState(msgspec.Struct, frozen=True, tag=True, kw_only=True):
             "ready": the model serves while another load of it, which may replace it, is in this stage.
         fraction: of the stage, 0 to 1.
         num_bytes: of the file of a download; 0: not known.
-        reason: why, for people; empty where it was asked for.
+        reason: why, for people; empty where it was asked for. Of a model that is ready why this backend
+            serves it, where another comes before.
+        path, backend: of a load, the way that it is tried; empty: not known.
     """
 
     model: str
     state: str
+    path: str = ""
+    backend: str = ""
     stage: str = ""
     fraction: float = 0.0
     num_bytes: int = 0

@@ -7,7 +7,14 @@ from __future__ import annotations
 
 import msgspec
 
-from stoker.ipc.status import CacheStatus, DeviceStatus, MemoryStatus, ModelStatus, PrefixStatus
+from stoker.ipc.status import (
+    CacheStatus,
+    DeviceStatus,
+    MachineStatus,
+    MemoryStatus,
+    ModelStatus,
+    PrefixStatus,
+)
 
 
 class StepFigures(msgspec.Struct, frozen=True, tag=True, kw_only=True):
@@ -71,4 +78,10 @@ class CacheFigures(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     hit_rate: float | None
 
 
-Figures = StepFigures | MemoryFigures | CacheFigures
+class MachineFigures(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+    """The machines of a gate, once a second."""
+
+    machines: list[MachineStatus]
+
+
+Figures = StepFigures | MemoryFigures | CacheFigures | MachineFigures

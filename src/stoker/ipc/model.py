@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from enum import StrEnum
 from typing import Any, Literal
 
@@ -23,12 +23,16 @@ class ModelClass(StrEnum):
 
 
 class Pairing(StrEnum):
-    """How a model stands with its projector (SPEC V1); NONE: it is no vision model."""
+    """How a model stands with its projector (SPEC V1); NONE: it is no vision model.
+
+    TEXT_ONLY: it was made to see or hear, and what serves it computes its text alone.
+    """
 
     NONE = ""
     READY = "ready"
     NEEDS_PROJECTOR = "needs_projector"
     BROKEN = "broken"
+    TEXT_ONLY = "text_only"
 
 
 class Pooling(StrEnum):
@@ -219,6 +223,8 @@ class PlacementSpec(msgspec.Struct, frozen=True, kw_only=True):
         cpu_moe: layers, from the first, whose experts stay in host memory; None: as many as have to.
         mmap: the file is mapped, else read whole.
         kv_offload: cells lie where their layers do, else in host memory.
+        expert_budget: bytes that experts may have in host memory, where the others are read from the mapped
+            file as they are needed (docs/memory.md); None: all of them lie there.
     """
 
     gpu_layers: int | Literal["auto", "all"] = "auto"
@@ -229,6 +235,12 @@ class PlacementSpec(msgspec.Struct, frozen=True, kw_only=True):
     cpu_moe: int | None = None
     mmap: bool = True
     kv_offload: bool = True
+    expert_budget: int | None = None
+
+    @property
+    def streams_experts(self) -> bool:
+        """Whether experts are read from the file as they are needed, if there are any."""
+        return self.mmap and self.expert_budget is not None
 
     @property
     def has_devices(self) -> bool:
@@ -249,6 +261,7 @@ CLIENT_SIDE = (
     "aliases",
     "best_priority",
     "chat_template",
+    "quantisation",
     "sampling_defaults",
     "score_output",
     "thinking",
@@ -262,7 +275,11 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         id: the name it is served under.
-        path: the GGUF file; "fake:" selects the deterministic FakeBackend.
+        path: its file or folder; "fake:" selects the deterministic FakeBackend.
+        backend: name of the one that serves it; empty: the first that reads the path.
+        fallbacks: other ways to serve it, in their order, where this one cannot (docs/adr/0032); they have
+            none of their own.
+        passed_over: why ways that come before this one are not tried, for people.
         num_slots: sequences that may run at once.
         n_ctx: the most tokens one request may use; 0: the model's own.
         num_cells: KV cells of one pool for all slots; 0: as many as `n_ctx`. Streams take as many for each
@@ -292,10 +309,14 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
         sampling_defaults: what requests get that do not say, by the names of `Sampling`.
         thinking: whether it thinks before it answers, or how hard, where a request does not say.
         tool_format: name of the format of tool calls; None: as the template has it.
+        quantisation: label such as Q4_K_M.
     """
 
     id: str
     path: str
+    backend: str = ""
+    fallbacks: tuple[ModelSpec, ...] = ()
+    passed_over: tuple[str, ...] = ()
     num_slots: int = 8
     n_ctx: int = 16384
     num_cells: int = 0
@@ -325,15 +346,50 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     sampling_defaults: dict[str, Any] | None = None
     thinking: bool | str | None = None
     tool_format: str | None = None
+    quantisation: str = ""
+
+    @property
+    def served_by(self) -> str:
+        """Backend and path, which tell this way from others."""
+        return f"{self.backend} {self.path}".strip()
+
+    @property
+    def ways(self) -> tuple[ModelSpec, ...]:
+        """This one and its fallbacks, each without any."""
+        return (msgspec.structs.replace(self, fallbacks=()), *self.fallbacks)
+
+    def way_of(self, path: str, backend: str) -> ModelSpec:
+        """The way that has that path and backend; this one where there is none."""
+        return next((way for way in self.ways if (way.path, way.backend) == (path, backend)), self)
+
+    def without(self, way: ModelSpec, why: str) -> ModelSpec | None:
+        """The same with one way less, which cannot serve for that reason; None: no other is left."""
+        left = [each for each in self.ways if (each.path, each.backend) != (way.path, way.backend)]
+        if not left or len(left) == len(self.ways):
+            return None
+        is_first = (way.path, way.backend) == (self.path, self.backend)
+        passed_over = (*self.passed_over, why) if is_first else self.passed_over
+        return msgspec.structs.replace(left[0], fallbacks=tuple(left[1:]), passed_over=passed_over)
+
+    def on_all_ways(self, change: Callable[[ModelSpec], ModelSpec]) -> ModelSpec:
+        """The same with a change made to each of its ways."""
+        first, *others = map(change, self.ways)
+        return msgspec.structs.replace(first, fallbacks=tuple(others))
 
     @property
     def as_loaded(self) -> ModelSpec:
         """Without what changes at once: specs that differ in that alone need no other load."""
-        return self.with_own(ModelSpec(id=self.id, path=self.path))
+        bare = self.with_own(ModelSpec(id=self.id, path=self.path))
+        return msgspec.structs.replace(
+            bare, passed_over=(), fallbacks=tuple(way.as_loaded for way in self.fallbacks)
+        )
 
     def with_own(self, other: ModelSpec) -> ModelSpec:
-        """The same with what changes at once as `other` has it."""
-        return msgspec.structs.replace(self, **{name: getattr(other, name) for name in _AT_ONCE})
+        """The same with what changes at once as `other` has it, of each way that both have."""
+        fallbacks = tuple(way.with_own(other.way_of(way.path, way.backend)) for way in self.fallbacks)
+        same = other.way_of(self.path, self.backend)
+        own = {name: getattr(same, name) for name in _AT_ONCE}
+        return msgspec.structs.replace(self, fallbacks=fallbacks, **own)
 
     @property
     def call_tokens(self) -> int:
@@ -366,17 +422,24 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
     """What a model is and the limits that resulted (SPEC K7); before its first load what its header says.
 
     Attributes:
+        path: of its file or folder that serves.
+        label: what computes, such as "llama.cpp · CUDA NVIDIA H200"; empty before its first load.
+        backend: name of the one that serves it, or is to.
+        backend_reason: why it is that one and not one that comes before it; empty: it is the first.
+        vocabulary: digest of its tokens where it has several ways to be served (docs/adr/0032).
         kv_layout: where the tokens of sequences lie, as in `KVLayout`; "pool" or "streams".
         is_repeatable: its answers are computed as if each ran alone (docs/repeatable.md).
         repeatable_cost: how much longer a step takes for it here, 0.15 being 15 %; None: not measured.
         degraded: what it got less of than was asked for, for want of memory (SPEC R2).
-        pairing: with its projector (SPEC V1): "ready", "needs_projector", "broken"; empty: no vision model.
+        pairing: with its projector (SPEC V1): "ready", "needs_projector", "broken", "text_only"; or empty.
         hears_hz: samples a second of the recordings that it takes (SPEC V9); 0: it takes none.
         hearing: kind of the projector's part that listens; empty: there is none.
         pooling: how an encoder makes one vector of a text's tokens; empty: it is no encoder.
         n_embd: width of its vectors.
         score_output: as in `ModelSpec`.
         quantisation: label such as Q4_K_M.
+        vocabulary_sample: digest of a sample of its tokens, once it was loaded: machines with equal ones go
+            on with each other's requests.
         adapters: those that requests may ask for (SPEC K6).
         adapter: the one by whose name it was asked for; empty: by its own.
         aliases, best_priority, sampling_defaults, thinking, tool_format: as in `ModelSpec`.
@@ -385,6 +448,9 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
     id: str
     path: str
     label: str = ""
+    backend: str = ""
+    backend_reason: str = ""
+    vocabulary: str = ""
     model_class: str = ""
     architecture: str = ""
     description: str = ""
@@ -416,6 +482,7 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
     n_embd: int = 0
     score_output: int | None = 0
     quantisation: str = ""
+    vocabulary_sample: str = ""
     adapters: tuple[AdapterSpec, ...] = ()
     adapter: str = ""
     aliases: tuple[str, ...] = ()
@@ -436,6 +503,8 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
         return cls(
             id=spec.id,
             path=spec.path,
+            backend=spec.backend,
+            backend_reason="; ".join(spec.passed_over),
             n_ctx=spec.most_tokens,
             n_batch=spec.call_tokens,
             num_slots=spec.num_slots,
@@ -444,6 +513,11 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
             chat_template=spec.chat_template,
             score_output=spec.score_output,
         ).served_as(spec)
+
+    @property
+    def served_by(self) -> str:
+        """Backend and path, as in `ModelSpec`."""
+        return f"{self.backend} {self.path}".strip()
 
     @property
     def asked_as(self) -> str:

@@ -280,6 +280,30 @@ class PrefixStatus(msgspec.Struct, frozen=True, kw_only=True):
     used_by: list[str] = []
 
 
+class StreamingStatus(msgspec.Struct, frozen=True, kw_only=True):
+    """Experts of a model that are read from its file as they are needed, in bytes (SPEC R14).
+
+    Attributes:
+        size: of all of them.
+        budget: what may stay in memory now.
+        resident: what of them is in memory.
+        num_faults: page faults of steps that had to wait for the disk.
+        read_bytes, read_s: what steps have read from the disk, and how long these steps took.
+    """
+
+    size: int
+    budget: int
+    resident: int
+    num_faults: int = 0
+    read_bytes: int = 0
+    read_s: float = 0.0
+
+    @property
+    def bytes_per_s(self) -> float:
+        """What the disk has given a second, the computing between included; 0: not measured."""
+        return self.read_bytes / self.read_s if self.read_s else 0.0
+
+
 class ModelStatus(msgspec.Struct, frozen=True, kw_only=True):
     """One served model (SPEC L1, R3, R8).
 
@@ -293,7 +317,8 @@ class ModelStatus(msgspec.Struct, frozen=True, kw_only=True):
         keep_alive_s: in memory after its last request; negative: for good.
         unload_in_s: seconds until it is unloaded; None: it is not.
         degraded: what it got less of than was asked for.
-        reason: why it is not ready.
+        reason: why it is not ready; of one that is, why what was to serve it does not.
+        streaming: of one whose experts are not all in memory; None: of others.
     """
 
     id: str
@@ -308,6 +333,7 @@ class ModelStatus(msgspec.Struct, frozen=True, kw_only=True):
     unload_in_s: float | None = None
     degraded: list[str] = []
     reason: str = ""
+    streaming: StreamingStatus | None = None
 
 
 class MemoryStatus(msgspec.Struct, frozen=True, kw_only=True):
@@ -373,13 +399,40 @@ class DeviceStatus(msgspec.Struct, frozen=True, kw_only=True):
     lines: dict[str, int] = {}
 
 
+class MachineStatus(msgspec.Struct, frozen=True, kw_only=True):
+    """One machine of a site, as its gate knows it.
+
+    Attributes:
+        state: up, draining, suspended, trial (it failed, and one request tries it) or down.
+        reason: why it gets nothing new; empty: it does.
+        num_slots, num_busy, num_waiting: of its engine.
+        num_requests: that this gate has there now; num_moved: that it took away from there, in all.
+        heat, pressure: as it was last heard of, `age_s` seconds ago; None: never.
+        models: ids of those in memory.
+    """
+
+    name: str
+    url: str
+    state: str
+    reason: str = ""
+    num_slots: int = 0
+    num_busy: int = 0
+    num_waiting: int = 0
+    num_requests: int = 0
+    num_moved: int = 0
+    heat: str = ""
+    pressure: str = ""
+    age_s: float | None = None
+    models: list[str] = []
+
+
 class EngineStatus(msgspec.Struct, frozen=True, kw_only=True):
     """Everything `/v1/runtime` and the metrics show of the engine.
 
     `num_threads` is what steps use now, `threads_reason` why that differs from the setting (empty: it does
     not); `devices` are what models can be computed on. `activity` is of the last quarter of a minute,
     by model: milliseconds, rows and tokens of a step, and the shares of time for people and for jobs.
-    `prefixes` are the longest stored ones.
+    `prefixes` are the longest stored ones, `machines` those that a gate serves with.
     """
 
     slots: list[SlotStatus]
@@ -397,6 +450,7 @@ class EngineStatus(msgspec.Struct, frozen=True, kw_only=True):
     kv_cells_used: int
     activity: dict[str, dict[str, float]] = {}
     prefixes: list[PrefixStatus] = []
+    machines: list[MachineStatus] = []
 
 
 class EngineHealth(msgspec.Struct, frozen=True, kw_only=True):

@@ -6,7 +6,7 @@ Owns reading their limits, their use and the kernel's counters. `limits` and `mo
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 _UNLIMITED = 2**60  # v1 writes "no limit" as the largest multiple of a page
@@ -24,6 +24,7 @@ class ControlGroup:
         num_cuts: times since its creation that its use reached the limit and the kernel reclaimed. File cache
             counts too: reading a large file in a small group makes up to 1,700 a second.
         num_kills: processes that the kernel killed for memory.
+        cached_bytes: inactive file cache, which `used_bytes` is without.
     """
 
     folder: Path
@@ -31,6 +32,15 @@ class ControlGroup:
     used_bytes: int
     num_cuts: int = 0
     num_kills: int = 0
+    cached_bytes: int = 0
+
+    def without(self, mapped_bytes: int) -> ControlGroup:
+        """The same where so much of its file cache may go at any time, though processes have it mapped.
+
+        Some of that may be inactive, and so left out already: the greater of the two is left out.
+        """
+        further_bytes = max(0, mapped_bytes - self.cached_bytes)
+        return replace(self, used_bytes=max(0, self.used_bytes - further_bytes))
 
     @property
     def free_bytes(self) -> int:
@@ -81,7 +91,7 @@ def _read_v1(folder: Path) -> ControlGroup | None:
     cached = _pairs(folder / "memory.stat").get("total_inactive_file", 0)
     cuts = _number(folder / "memory.failcnt") or 0
     kills = _pairs(folder / "memory.oom_control").get("oom_kill", 0)
-    return ControlGroup(folder, limit, max(0, usage - cached), cuts, kills)
+    return ControlGroup(folder, limit, max(0, usage - cached), cuts, kills, cached)
 
 
 def _read_v2(folder: Path) -> ControlGroup | None:
@@ -94,7 +104,8 @@ def _read_v2(folder: Path) -> ControlGroup | None:
     cached = _pairs(folder / "memory.stat").get("inactive_file", 0)
     events = _pairs(folder / "memory.events")
     cuts = sum(events.get(name, 0) for name in _CUTS)
-    return ControlGroup(folder, min(bounds), max(0, usage - cached), cuts, events.get("oom_kill", 0))
+    kills = events.get("oom_kill", 0)
+    return ControlGroup(folder, min(bounds), max(0, usage - cached), cuts, kills, cached)
 
 
 def _number(path: Path) -> int | None:

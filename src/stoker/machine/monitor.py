@@ -73,7 +73,7 @@ class Sample:
 
     Attributes:
         at_s: when, on the monotonic clock.
-        footprint_bytes: RSS of the watched processes.
+        footprint_bytes: RSS of the watched processes, less pages of files that may go at any time.
         limit_bytes: the effective limit (SPEC M1), the tier's included.
         available_bytes: usable now without swapping, inside every limit.
         total_bytes: RAM of the machine.
@@ -82,6 +82,7 @@ class Sample:
         psi_some_avg10: percent of the last 10 s in which processes waited for memory; None: not known.
         devices: of each accelerator that has memory of its own; what others have counts once, above.
         tier: by machine, groups and user's limit, without the tier's own.
+        streams: models read experts from disk as they need them, which counts as a stall of memory (PSI).
         heat: the worst of sensors and accelerators; of a `MemoryMonitor` with hysteresis.
         is_os_event: the kernel raised an alarm since the last sample.
     """
@@ -99,6 +100,7 @@ class Sample:
     tier: Tier = Tier.HIGH
     heat: HeatReading = field(default_factory=HeatReading)
     is_os_event: bool = False
+    streams: bool = False
 
 
 DeviceReader = Callable[[], tuple[DeviceSample, ...]]
@@ -119,6 +121,9 @@ class Sources:
         pids: processes whose memory counts; the children of the last one count too.
         heat: reads heat.
         devices: reads the accelerators' memory.
+        mapped_bytes: reads how much of the processes' memory are pages of mapped files that are read again
+            when they are needed; the kernel takes them back where memory is short.
+        is_mapping: whether such a file is being mapped, so that all pages of files count as these.
         root: where `/proc` and `/sys` are found.
     """
 
@@ -126,6 +131,8 @@ class Sources:
     pids: tuple[int, ...] = field(default_factory=lambda: (os.getpid(),))
     heat: HeatSource = HeatReading
     devices: DeviceReader = no_devices
+    mapped_bytes: Callable[[], int] = int
+    is_mapping: Callable[[], bool] = bool
     root: Path = Path("/")
 
 
@@ -135,12 +142,23 @@ def measure(sources: Sources) -> Sample:
     Raises:
         OSError, psutil.Error: the machine does not report its memory.
     """
-    return _sample(sources, limited_groups(sources.root))
+    mapped_bytes = _mapped_bytes(sources)
+    return _sample(sources, _limited_groups(sources, mapped_bytes), mapped_bytes)
 
 
-def _sample(sources: Sources, groups: Sequence[ControlGroup]) -> Sample:
+def _mapped_bytes(sources: Sources) -> int:
+    """Pages of mapped files that may go at any time."""
+    return file_bytes_of(sources.pids) if sources.is_mapping() else sources.mapped_bytes()
+
+
+def _limited_groups(sources: Sources, mapped_bytes: int) -> list[ControlGroup]:
+    """Control groups with limits, their use without such pages."""
+    return [group.without(mapped_bytes) for group in limited_groups(sources.root)]
+
+
+def _sample(sources: Sources, groups: Sequence[ControlGroup], mapped_bytes: int) -> Sample:
     system = psutil.virtual_memory()
-    footprint = footprint_of(sources.pids)
+    footprint = max(0, footprint_of(sources.pids) - mapped_bytes)
     limits = replace(limits_of(system.total, system.available, groups), user_bytes=sources.memory_limit)
     limit = effective_limit(limits)
     fullest = max(groups, key=lambda group: group.fraction, default=None)
@@ -158,12 +176,25 @@ def _sample(sources: Sources, groups: Sequence[ControlGroup]) -> Sample:
         devices=devices,
         tier=tier_of(limits.effective_bytes),
         heat=hottest([sources.heat(), *(device.heat for device in devices)]),
+        streams=mapped_bytes > 0,
     )
 
 
 def footprint_of(pids: Sequence[int]) -> int:
     """Resident bytes of these processes and the children of the last one; 0 for one that has ended."""
     return sum(map(_resident_bytes, {*pids, *(_children(pids[-1]) if pids else ())}))
+
+
+def file_bytes_of(pids: Sequence[int]) -> int:
+    """Resident pages of files, of the same processes; 0 where the system does not tell."""
+    return sum(map(_file_bytes, {*pids, *(_children(pids[-1]) if pids else ())}))
+
+
+def _file_bytes(pid: int) -> int:
+    try:
+        return int(getattr(psutil.Process(pid).memory_info(), "shared", 0))
+    except psutil.Error:
+        return 0
 
 
 def _resident_bytes(pid: int) -> int:
@@ -339,8 +370,9 @@ class MemoryMonitor:
         is_poked = self._is_poked.is_set()
         self._is_poked.clear()
         try:
-            groups = limited_groups(self._sources.root)
-            sample = _sample(self._sources, groups)
+            mapped_bytes = _mapped_bytes(self._sources)
+            groups = _limited_groups(self._sources, mapped_bytes)
+            sample = _sample(self._sources, groups, mapped_bytes)
         except (OSError, ValueError, psutil.Error) as error:
             if not self._has_failed:
                 _log.warning("memory cannot be measured: %s", error)

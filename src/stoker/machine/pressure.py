@@ -97,8 +97,11 @@ def fullest(sample: Sample) -> tuple[float, str]:
 
 
 def is_ours_to_ease(sample: Sample) -> bool:
-    """Whether memory freed here may help processes that wait for memory."""
-    return max(fraction for fraction, _ in _filled(sample)) >= EASED_FROM
+    """Whether memory freed here may help processes that wait for memory.
+
+    Where models read experts from disk as they need them, they are who waits: nothing freed here helps.
+    """
+    return not sample.streams and max(fraction for fraction, _ in _filled(sample)) >= EASED_FROM
 
 
 def _fractions(sample: Sample) -> Iterator[tuple[float, str]]:
@@ -106,7 +109,7 @@ def _fractions(sample: Sample) -> Iterator[tuple[float, str]]:
     for device in sample.devices:
         if device.own_bytes:  # where it holds nothing there is nothing to give back
             yield device_fraction(device), device.id
-    if sample.psi_some_avg10 is not None:
+    if sample.psi_some_avg10 is not None and not sample.streams:
         most = 100.0 if is_ours_to_ease(sample) else PSI_WARNING
         yield psi_fraction(min(most, sample.psi_some_avg10)), "psi"
 

@@ -15,7 +15,7 @@ from stoker.errors import ModelFileError
 from stoker.models.shards import shard_names
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
     from pathlib import Path
 
 MAX_SAMPLED_BYTES = 1 << 20
@@ -48,6 +48,20 @@ def fingerprint(path: Path) -> str:
             digest.update(b"absent")  # a single file may have the name of a shard
         except OSError as error:
             raise _error(shard, error.strerror or str(error)) from error
+    return digest.hexdigest()
+
+
+def fingerprint_of(files: Sequence[Path]) -> str:
+    """Likewise, of a model that is all of these files, which have to be there. Raises ModelFileError."""
+    digest = hashlib.blake2b(digest_size=_DIGEST_BYTES, person=b"stoker-folder")
+    for path in files:
+        digest.update(path.name.encode(errors="surrogateescape") + b"\0")
+        try:
+            for part in _parts(path, MAX_SAMPLED_BYTES // len(files)):
+                digest.update(len(part).to_bytes(8, "little"))
+                digest.update(part)
+        except OSError as error:
+            raise _error(path, error.strerror or str(error)) from error
     return digest.hexdigest()
 
 

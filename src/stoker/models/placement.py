@@ -27,8 +27,9 @@ PlacementChanges = Mapping[str, Any]
 
 
 def placed(spec: ModelSpec, changes: PlacementChanges) -> ModelSpec:
-    """The spec with these changes."""
+    """The spec with these changes; its backend is chosen before (docs/adr/0032)."""
     given = dict(changes)
+    given.pop("backend", None)
     kv_type = given.pop("kv_type", spec.kv_type) or ""
     kv_layout = KVLayout(given.pop("kv_layout", spec.kv_layout))
     if mode := given.get("split_mode"):

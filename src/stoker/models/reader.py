@@ -29,6 +29,7 @@ class ModelDescription:
         quantisation: label such as Q4_K_M.
         chat_template: its file's, or its family's.
         outputs: labels of a reranker's classifier in their order, empty where unnamed.
+        max_slots: sequences that its backend computes side by side at the most; 0: as many as are asked for.
         pairing: how it stands with a projector (SPEC V1), as in `ModelInfo`.
         header: the header of a GGUF file, which adapters and projectors are matched with.
     """
@@ -49,6 +50,7 @@ class ModelDescription:
     eos_text: str = ""
     pooling: str = ""
     outputs: tuple[str, ...] = ()
+    max_slots: int = 0
     pairing: str = ""
     header: GgufHeader | None = field(default=None, repr=False)
 

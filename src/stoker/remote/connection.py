@@ -61,6 +61,7 @@ class ServerConnection:
 
     Attributes:
         url: as it is shown.
+        headers: of every request.
 
     Raises:
         InvalidRequestError: the URL or the key is none.
@@ -71,7 +72,7 @@ class ServerConnection:
             text = f"url is a text such as http://127.0.0.1:8686, got {type(url).__name__}"
             raise InvalidRequestError(text, param="url")
         self.url = url.rstrip("/").removesuffix("/v1")
-        self._headers = {"Content-Type": "application/json"}
+        self.headers = {"Content-Type": "application/json"}
         try:
             parsed = httpx.URL(self.url)
         except (httpx.InvalidURL, ValueError, TypeError) as error:
@@ -86,7 +87,7 @@ class ServerConnection:
         if api_key:
             if not (isinstance(api_key, str) and api_key.isascii() and api_key.isprintable()):
                 raise InvalidRequestError("an API key is printable ASCII", param="api_key")
-            self._headers["Authorization"] = f"Bearer {api_key}"
+            self.headers["Authorization"] = f"Bearer {api_key}"
         self._http: httpx.AsyncClient | None = None
         self._num_open = 0
 
@@ -101,7 +102,7 @@ class ServerConnection:
         if self._http is None:
             # A proxy of the environment is for the network, not for this machine.
             self._http = httpx.AsyncClient(
-                base_url=self.url, headers=self._headers, timeout=_SHORT, limits=_LIMITS, trust_env=False
+                base_url=self.url, headers=self.headers, timeout=_SHORT, limits=_LIMITS, trust_env=False
             )
 
     async def close(self) -> None:
@@ -166,7 +167,7 @@ class ServerConnection:
             return self.read(self._checked(http.post(path, content=_encode(body))), dict[str, Any])
 
     def _blocking(self) -> httpx.Client:
-        return httpx.Client(base_url=self.url, headers=self._headers, timeout=_SHORT, trust_env=False)
+        return httpx.Client(base_url=self.url, headers=self.headers, timeout=_SHORT, trust_env=False)
 
     # ------------------------------------------------------------ streams
 
@@ -252,9 +253,16 @@ class ServerConnection:
         """The body of an answer that is no error."""
         if answer.is_success:
             return answer.content
-        raise self._refused(answer)
+        raise self.refusal(answer)
 
-    def _refused(self, answer: httpx.Response) -> StokerError:
+    def silent(self, for_s: float) -> ServerLostError:
+        """The error of a server that has not answered for so long."""
+        return ServerLostError(
+            f"the server at {self.url} has not answered for {for_s:g} s", param="url", url=self.url
+        )
+
+    def refusal(self, answer: httpx.Response) -> StokerError:
+        """The error that an answer tells of, which is none of success."""
         where = f"it answered {answer.status_code} to {answer.request.method} {answer.request.url.path}"
         try:
             error = answer.json()["error"]

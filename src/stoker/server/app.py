@@ -19,7 +19,7 @@ from stoker.server.inbound.body import Body, body_schemas, described_bodies
 from stoker.server.inbound.gate import CallerRules, WorkGate
 from stoker.server.inbound.security import HostList, Origins
 from stoker.server.metrics.metrics import Metrics
-from stoker.server.native import choose, events, library, requests, rerank, runtime, states, tokens
+from stoker.server.native import choose, events, handover, library, requests, rerank, runtime, states, tokens
 from stoker.server.native import models as residency
 from stoker.server.ollama import chat as ollama_chat
 from stoker.server.ollama import generate as ollama_generate
@@ -55,6 +55,7 @@ _APIS = (
     residency,
     requests,
     library,
+    handover,
     ollama_models,
     ollama_chat,
     ollama_generate,

@@ -79,7 +79,11 @@ class EventLog:
             return
         self._model_states[model] = state
         why = fields.get("reason") or (fields.get("error") or {}).get("message", "")
-        text = "is not in memory" if state == "absent" else state if state == "failed" else f"is {state}"
+        text = {
+            "absent": "is not in memory",
+            "failed": "failed",
+            "ready": "is ready, served in another way" if why else "is ready",
+        }.get(state, f"is {state}")
         models_log.info(
             "%s %s%s", model, text, f": {_one_line(why)}" if why else "", extra={"fields": dict(fields)}
         )

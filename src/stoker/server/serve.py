@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from stoker.server.signals import ReadSettings
     from stoker.settings import EngineSettings, ServerSettings
 
+    NewRuntime = Callable[[EngineSettings], Runtime]
 
 log = logging.getLogger(__name__)
 
@@ -116,7 +117,7 @@ def run_server(
     engine_settings: EngineSettings,
     server_settings: ServerSettings,
     screen: Screen | None = None,
-    ahead: ProcessTransport | None = None,
+    new_runtime: NewRuntime | None = None,
     read_again: ReadSettings | None = None,
 ) -> int:
     """Serve until SIGTERM or SIGINT.
@@ -125,7 +126,7 @@ def run_server(
         engine_settings: how models run, and which.
         server_settings: where, and for whom.
         screen: shows how it is doing; None: the readiness line alone.
-        ahead: an engine's process that was spawned already; None: one is when it is needed.
+        new_runtime: makes the runtime; None: one whose engine is spawned when it is needed.
         read_again: the settings as they are at a SIGHUP; None: that ends the program.
 
     Returns:
@@ -144,7 +145,9 @@ def run_server(
         _check_exposure(listeners[0].getsockname()[0], server_settings)
         with asyncio.Runner(loop_factory=_loop_factory()) as runner:
             settings = engine_settings, server_settings
-            return runner.run(_serve(settings, listeners, screen or Screen(), ahead, read_again))
+            return runner.run(
+                _serve(settings, listeners, screen or Screen(), new_runtime or new_engine, read_again)
+            )
 
 
 def _check_exposure(address: str, settings: ServerSettings) -> None:
@@ -171,14 +174,11 @@ async def _serve(
     settings: tuple[EngineSettings, ServerSettings],
     listeners: Sequence[socket.socket],
     screen: Screen,
-    ahead: ProcessTransport | None,
+    new_runtime: NewRuntime,
     read_again: ReadSettings | None,
 ) -> int:
-    from stoker.runtime import Runtime  # noqa: PLC0415 - after the port is known to be free
-
     engine_settings, server_settings = settings
-    runtime = Runtime(settings=engine_settings)
-    runtime.ahead = ahead
+    runtime = new_runtime(engine_settings)
     is_at_work = asyncio.Event()
 
     def loading(state: ModelState) -> None:
@@ -223,6 +223,15 @@ async def _serve(
             if reloads is not None:
                 await reloads.close()
     return switch.exit_status
+
+
+def new_engine(settings: EngineSettings, ahead: ProcessTransport | None = None) -> Runtime:
+    """A runtime with an engine of its own; `ahead`: its process, where it was spawned already."""
+    from stoker.runtime import Runtime  # noqa: PLC0415 - after the port is known to be free
+
+    runtime = Runtime(settings=settings)
+    runtime.ahead = ahead
+    return runtime
 
 
 def _hung_up(reload: Callable[[], None], stop: Callable[[], None], had_terminal: bool) -> None:  # noqa: FBT001 - a signal's

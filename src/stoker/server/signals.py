@@ -83,6 +83,8 @@ _OF_MODELS = PerModelSettings.model_fields.keys() | {
     "mmproj",
     "model_tables",
     "models",
+    "peer_key_file",
+    "peers",
     "placement",
     "rerank_output",
 }

@@ -88,11 +88,12 @@ class FormerLoadKeywords(TypedDict, total=False):
 
 
 class LoadKeywords(FormerLoadKeywords, total=False):
-    """Where a model lies, by the names that settings have; `kv_bits` is `kv_type` otherwise.
+    """What computes a model and where it lies, by the names of settings; `kv_bits` is `kv_type` otherwise.
 
     `kv_bits`: 4 is "q4_0", 8 "q8_0", 16 what the device takes by itself.
     """
 
+    backend: str
     gpu_layers: int | Literal["auto", "all"]
     device: str | int | Sequence[str]
     split_mode: Literal["none", "layer", "row"] | None
@@ -104,6 +105,7 @@ class LoadKeywords(FormerLoadKeywords, total=False):
     kv_layout: Literal["auto", "pool", "streams"]
     mmap: bool
     kv_offload: bool
+    expert_budget: int | str | None
 
 
 class RequestKeywords(SamplingKeywords, FormerKeywords, total=False):
@@ -313,6 +315,7 @@ def spec_changes(fields: Mapping[str, Any]) -> SpecChanges:
         n_ctx=fields.get("ctx_size"),
         num_slots=fields.get("slots"),
         placement=_placement_of(fields).given_placement(),
+        backend=fields.get("backend"),
     )
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import os
+import signal
 import struct
 import threading
 import time
@@ -37,7 +38,7 @@ from stoker.backends.fake.history import (
 from stoker.backends.fake.scoring import FakeScoring
 from stoker.backends.fake.script import FakeScript
 from stoker.backends.fake.vision import RATE_HZ, FakeVision, seen_tokens
-from stoker.backends.fake.vocabulary import EOS, N_VOCAB, NUM_BYTES, FakeVocabulary
+from stoker.backends.fake.vocabulary import CHATML, EOS, N_VOCAB, NUM_BYTES, FakeVocabulary
 from stoker.backends.protocol.backend import (
     PLAIN,
     BatchPlan,
@@ -168,7 +169,8 @@ class FakeBackend:
         self.num_threads = 1
         self.num_steps = 0
         self._script = FakeScript.read(self.faults.script) if self.faults.script else None
-        self._vocabulary = FakeVocabulary(self._script.chat_template) if self._script else FakeVocabulary()
+        template = self._script.chat_template if self._script else CHATML
+        self._vocabulary = FakeVocabulary(template, self.faults.shift)
         found = _capabilities(num_sequences, num_cells, n_ctx or num_cells, n_batch, self.faults, placement)
         fingerprints = tuple((spec.name, _digest(spec.path)) for spec in adapters)
         self._capabilities = dataclasses.replace(found, adapters=fingerprints)
@@ -436,6 +438,8 @@ class FakeBackend:
     def _meet_faults(self, item: PlanItem) -> None:
         if not self.faults.abort_tokens.isdisjoint(item.tokens):
             os.abort()
+        if not self.faults.bus_tokens.isdisjoint(item.tokens):
+            signal.raise_signal(signal.SIGBUS)
         if item.seq in self.faults.bad_sequences or not self.faults.bad_tokens.isdisjoint(item.tokens):
             raise StepFailedError(f"a fault was ordered for sequence {item.seq}", seq=item.seq)
 

@@ -23,6 +23,7 @@ class FakeFaults:
         most_tokens: a step of more tokens raises StepMemoryError; 0: none does.
         bad_tokens: a step that holds one of these tokens raises StepFailedError.
         abort_tokens: a step that holds one of these tokens aborts the process, as native code would.
+        bus_tokens: a step that holds one of these tokens ends the process as an unreadable page would.
         step_delay_s: seconds every step, and every slice of an image, takes; of an asynchronous model from
             the launch on, whatever is done meanwhile.
         token_delay_s: seconds that each token of a step adds to that.
@@ -32,6 +33,7 @@ class FakeFaults:
         load_fails: a load ends with ModelLoadError.
         vision: slices that encoding an image takes; 0: it takes no images.
         hearing: slices that encoding a recording takes; 0: it takes none. With both, the larger holds.
+        shift: by how much the ids of bytes are further than those of other fakes: another vocabulary.
         script: file of the answers that it gives word for word; see `script`.
         weights_mib, cell_kib: what it claims to take: weights, and a cell.
         devices: what it is as if computed on, and takes memory of.
@@ -41,6 +43,7 @@ class FakeFaults:
     most_tokens: int = 0
     bad_tokens: frozenset[int] = frozenset()
     abort_tokens: frozenset[int] = frozenset()
+    bus_tokens: frozenset[int] = frozenset()
     step_delay_s: float = 0.0
     token_delay_s: float = 0.0
     eog_period: int = 256
@@ -54,6 +57,7 @@ class FakeFaults:
     vision: int = 0
     hearing: int = 0
     script: str = ""
+    shift: int = 0
     weights_mib: int = 0
     cell_kib: float = 1 / 128
     devices: FakeDevices = NO_DEVICES
@@ -74,11 +78,11 @@ class FakeFaults:
                         faults[name] = float(value)
                     case "script":
                         faults[name] = value
-                    case "eog_period" | "weights_mib" | "vision" | "hearing" | "most_tokens":
+                    case "eog_period" | "weights_mib" | "shift" | "vision" | "hearing" | "most_tokens":
                         faults[name] = int(value)
                     case "recurrent" | "is_async" | "aborts" | "draws" | "load_fails" | "load_aborts":
                         faults[name] = bool(int(value))
-                    case "bad_sequences" | "bad_tokens" | "abort_tokens":
+                    case "bad_sequences" | "bad_tokens" | "abort_tokens" | "bus_tokens":
                         faults[name] = frozenset(int(number) for number in value.split("+"))
                     case _:
                         raise ModelFileError(f"the fake backend knows no fault {name!r}")

@@ -25,10 +25,13 @@ class FakeVocabulary:
 
     Args:
         chat_template: Jinja source.
+        shift: by how much the id of each byte is further, as if it were another vocabulary.
     """
 
-    def __init__(self, chat_template: str = CHATML) -> None:
+    def __init__(self, chat_template: str = CHATML, shift: int = 0) -> None:
         self._chat_template = chat_template
+        self._shift = shift
+        self._ids = bytes((byte + shift) % NUM_BYTES for byte in range(NUM_BYTES))
 
     def __repr__(self) -> str:
         return f"<FakeVocabulary of {N_VOCAB} tokens>"
@@ -44,7 +47,7 @@ class FakeVocabulary:
             if parse_special and part in SPECIALS:
                 tokens.append(NUM_BYTES + SPECIALS.index(part))
             else:
-                tokens.extend(part.encode())
+                tokens.extend(part.encode().translate(self._ids))
         return tokens
 
     def least_tokens(self, text: str, enough: int) -> int:  # noqa: ARG002 - it is one division
@@ -67,7 +70,8 @@ class FakeVocabulary:
         """The byte, or the control token's spelling."""
         if not 0 <= token < N_VOCAB:
             raise InvalidRequestError(f"token {token} is not in 0 .. {N_VOCAB - 1}", param="tokens")
-        return bytes([token]) if token < NUM_BYTES else SPECIALS[token - NUM_BYTES].encode()
+        byte = (token - self._shift) % NUM_BYTES
+        return bytes([byte]) if token < NUM_BYTES else SPECIALS[token - NUM_BYTES].encode()
 
     def is_eog(self, token: int) -> bool:
         """Whether it is EOS or im_end."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import warnings
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Self
 
@@ -13,6 +13,7 @@ import llama_cpp  # noqa: F401 - before numpy: see `stoker.engine.process.load_n
 import msgspec
 import numpy as np
 
+from stoker.backends.expert_pages import ExpertPages
 from stoker.backends.llama.adapters import Adapters
 from stoker.backends.llama.binding import label, sum_by_device
 from stoker.backends.llama.context import LlamaContext
@@ -99,6 +100,7 @@ class LlamaBackend:
         self._scorers = {lane: Scorer(model, context.n_ubatch) for lane in ScoringLane}
         self._asked: dict[int, Conditioning] = {}  # of sequences of whose prompt every row is asked
         self._drafter: DraftModel | None = None
+        self._pages = ExpertPages.of(header, model.placement)
         self._is_closed = False
 
     def __repr__(self) -> str:
@@ -157,6 +159,7 @@ class LlamaBackend:
             scratch=self,
             draws=self._context.draws,
             devices=self if self._model.devices else None,
+            pages=self._pages,
         )
 
     def add_drafter(self, drafter: DraftModel) -> None:
@@ -170,6 +173,10 @@ class LlamaBackend:
 
     def launch(self, plan: BatchPlan) -> InFlight:
         """Begin one forward pass; see `Backend.launch`. A call that raises changed nothing."""
+        with self._pages.step() if self._pages else nullcontext():
+            return self._launch(plan)
+
+    def _launch(self, plan: BatchPlan) -> InFlight:
         if not self._asked:
             return self._context.launch(plan)
         counts = [self._num_scored(item) for item in plan.items]
@@ -282,6 +289,9 @@ class LlamaBackend:
     def memory(self) -> dict[str, int]:
         """Bytes by line: weights, kv, compute."""
         lines = {"weights": self._capabilities.size_bytes, **self._context.memory()}
+        if self._pages:
+            lines["weights"] -= self._pages.size_bytes
+            lines["experts"] = self._pages.budget_bytes
         if self._context.adapters:
             lines["adapters"] = self._context.adapters.size_bytes
         lines |= self._vision.memory() if self._vision else {}

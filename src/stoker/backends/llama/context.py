@@ -11,7 +11,7 @@ import logging
 import re
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import numpy as np
 
@@ -108,21 +108,17 @@ class LlamaContext:
         if self.draws is not None:
             self.draws.attach_to(params)
             self._max_rows = self.draws.max_rows
-        with capture_log() as lines:
-            handle = llama.llama_init_from_model(model.handle, params)
-        if handle is None:
-            what = f"a context of {options.num_cells} cells for {model.path.name}"
-            raise load_error(what, lines, model.devices, num_cells=options.num_cells)
-        self.handle: int | None = handle
+        self.handle: int | None
+        self.handle, lines = _opened(model, params, options.num_cells)
         self.abort_flag = None if model.devices else AbortFlag()
         if self.abort_flag is not None:
-            self.abort_flag.attach_to(handle)
+            self.abort_flag.attach_to(self.handle)
         self.has_streams, self.is_off_host = options.has_streams, options.is_off_host
         self.is_in_order = options.keeps_order or options.has_streams
-        self.capacity: int = llama.llama_n_ctx_seq(handle)
+        self.capacity: int = llama.llama_n_ctx_seq(self.handle)
         self.num_cells = self.capacity * (options.num_sequences if options.has_streams else 1)
-        self.n_batch: int = min(options.n_batch, llama.llama_n_batch(handle))
-        self.n_ubatch: int = min(self.n_batch, llama.llama_n_ubatch(handle))
+        self.n_batch: int = min(options.n_batch, llama.llama_n_batch(self.handle))
+        self.n_ubatch: int = min(self.n_batch, llama.llama_n_ubatch(self.handle))
         self.lengths = Lengths(options.num_sequences, model.vocabulary.n_vocab, self.n_batch)
         self.flash_attention = "on" if self.key_type.is_quantised else _flash_attention(lines)
         if not options.is_fused:
@@ -517,3 +513,18 @@ def _flash_attention(lines: list[LogLine]) -> str:
         if found := _FLASH_ATTENTION.search(line.text):
             return "on" if found[1] == "enabled" else "off"
     return "auto"
+
+
+def _opened(model: LlamaModel, params: Any, num_cells: int) -> tuple[int, list[LogLine]]:
+    """A native context and what the library said; the vocabulary's tables are read meanwhile.
+
+    Raises:
+        InsufficientMemoryError, ModelLoadError: as `load_error` finds.
+    """
+    model.vocabulary.read_ahead()
+    with capture_log() as lines:
+        handle = llama.llama_init_from_model(model.handle, params)
+    if handle is None:
+        what = f"a context of {num_cells} cells for {model.path.name}"
+        raise load_error(what, lines, model.devices, num_cells=num_cells)
+    return int(handle), lines

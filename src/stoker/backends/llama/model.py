@@ -160,7 +160,9 @@ class LlamaModel:
         start()
         progress = _Progress(options.on_progress)
         params = llama.llama_model_default_params()
-        params.use_extra_bufts = options.use_extra_bufts
+        # beside devices it is not said tensor by tensor what the CPU may lay out anew
+        keeps_all = options.placement.streams_experts and bool(self.devices)
+        params.use_extra_bufts = options.use_extra_bufts and not keeps_all
         place = NativePlacement(options.placement, self.devices)
         place.apply(params)
         params.progress_callback = progress.native

@@ -44,7 +44,8 @@ class NativePlacement:
         handles = [native_device(device) for device in self._devices]
         self._handles = (ctypes.c_void_p * (len(handles) + 1))(*handles, None)
         self._parts = (ctypes.c_float * max(llama.llama_max_devices(), len(handles)))(*self._shares())
-        pattern = _EXPERTS.format("|".join(map(str, range(placement.cpu_moe or 0)))).encode()
+        layers = r"\d+" if self._maps_experts else "|".join(map(str, range(placement.cpu_moe or 0)))
+        pattern = _EXPERTS.format(layers).encode()
         self._overrides = (_BufferOverride * 2)(_BufferOverride(pattern, _cpu_buffer_type()))
 
     def __repr__(self) -> str:
@@ -61,8 +62,13 @@ class NativePlacement:
         params.load_mode = _MAPPED_WHERE_IT_CAN if placement.mmap else _READ_WHOLE
         if placement.tensor_split:
             params.tensor_split = self._parts
-        if placement.cpu_moe and self._devices:
+        if self._maps_experts or (placement.cpu_moe and self._devices):
             params.tensor_buft_overrides = ctypes.cast(self._overrides, ctypes.c_void_p)
+
+    @property
+    def _maps_experts(self) -> bool:
+        """Whether all experts stay as they are in the file: what the CPU lays out anew is in memory whole."""
+        return self._placement.streams_experts and not self._devices
 
     def _shares(self) -> tuple[float, ...]:
         """Small numbers: bytes would not be exact as floats."""

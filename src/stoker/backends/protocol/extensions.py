@@ -183,6 +183,43 @@ class Scratch(Protocol):
         ...
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PageStats:
+    """Weights that are read from their file as they are needed, and what that took so far.
+
+    Attributes:
+        size_bytes: of all of them.
+        budget_bytes: what may stay in memory now.
+        resident_bytes: what of them is in memory.
+        num_faults: page faults of steps that had to wait for storage.
+        read_bytes: what steps read from storage.
+        read_s: seconds of the steps that did.
+    """
+
+    size_bytes: int
+    budget_bytes: int
+    resident_bytes: int
+    num_faults: int = 0
+    read_bytes: int = 0
+    read_s: float = 0.0
+
+
+class PagedWeights(Protocol):
+    """Weights of which a part stays in memory, the others being read from a mapped file (SPEC R14)."""
+
+    def hold(self, part: float) -> int:
+        """Keep that part of the budget from now on, 0 to 1; returns the bytes that this dropped."""
+        ...
+
+    def resident_bytes(self) -> int:
+        """What is in memory, from any thread; the kernel may take it back at any time."""
+        ...
+
+    def stats(self) -> PageStats:
+        """What stays, and what was read."""
+        ...
+
+
 class OnDevices(Protocol):
     """Holds memory of accelerators beside that of the machine."""
 
@@ -214,6 +251,7 @@ class Extensions:
     scratch: Scratch | None = None
     devices: OnDevices | None = None
     draws: Draws | None = None
+    pages: PagedWeights | None = None
 
 
 NO_EXTENSIONS = Extensions()

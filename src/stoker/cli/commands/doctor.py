@@ -10,13 +10,14 @@ import json
 import os
 import platform
 import tempfile
-from dataclasses import asdict, dataclass
-from enum import StrEnum
+from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from stoker.cli.doctor.backends import backends, self_test
+from stoker.cli.doctor.finding import Finding, Level
 from stoker.cli.exits import ExitCode
 from stoker.cli.options import AsJson, Config, engine_settings
 from stoker.cli.tables import new_console, print_line
@@ -55,31 +56,22 @@ _LET_COOL = "let it cool: until then background work waits and no model is loade
 REBUILD = "rebuild it: make rebuild"
 
 
-class Level(StrEnum):
-    """How a finding stands: fine, worth a look, or in the way of working at all."""
-
-    OK = "ok"
-    WARNING = "warning"
-    BROKEN = "broken"
-
-
-@dataclass(frozen=True, slots=True)
-class Finding:
-    """One thing looked at; `remedy` says what to do where something is wrong."""
-
-    subject: str
-    level: Level
-    text: str
-    remedy: str = ""
-
-
 _MARKS = {Level.OK: ("ok", ""), Level.WARNING: ("look", "yellow"), Level.BROKEN: ("broken", "red")}
 """How a line begins, and its style."""
 
 
-def doctor(*, as_json: AsJson = False, config: Config = None) -> None:
+def doctor(
+    *,
+    backend: Annotated[
+        str | None,
+        typer.Option("--backend", help="Examine this one alone, whole. [all]", metavar="llama|mlx|mnn"),
+    ] = None,
+    as_json: AsJson = False,
+    config: Config = None,
+) -> None:
     """Examine the build, the CPU, memory and models; exit code 1 if something is broken."""
-    findings = examine(engine_settings(config))
+    settings = engine_settings(config)
+    findings = examine(settings) if backend is None else list(self_test(backend, _usable(settings), settings))
     if as_json:
         typer.echo(json.dumps([asdict(finding) for finding in findings], indent=2))
     else:
@@ -99,6 +91,7 @@ def examine(settings: EngineSettings) -> list[Finding]:
     usable = [model for model in found if model.error is None]
     return [
         *_build(),
+        *backends(usable, settings),
         *_accelerators(settings),
         _cpu(),
         _threads(settings, look_at_cores()),
@@ -107,9 +100,14 @@ def examine(settings: EngineSettings) -> list[Finding]:
         _heat(settings),
         _cache_dir(settings.cache_dir),
         *_models(found, settings),
+        *_calibrations(usable, settings),
         *_smoke(usable, settings),
         *_proofs(usable),
     ]
+
+
+def _usable(settings: EngineSettings) -> list[ModelFile]:
+    return [model for model in ModelStore(settings.models_dir).list() if model.error is None]
 
 
 def _build() -> Iterator[Finding]:
@@ -302,8 +300,19 @@ def _models(found: list[ModelFile], settings: EngineSettings) -> Iterator[Findin
         yield Finding("models", Level.BROKEN, "there is no usable model here", remedy)
 
 
+def _calibrations(usable: list[ModelFile], settings: EngineSettings) -> Iterator[Finding]:
+    """What `stoker calibrate` found for the models that are here."""
+    from stoker.client.models.specs import calibration_texts
+
+    for model in usable:
+        texts = calibration_texts(settings, model)
+        if texts:
+            yield Finding("calibrated", Level.OK, f"{model.id}: {'; '.join(texts)}")
+
+
 def _smoke(usable: list[ModelFile], settings: EngineSettings) -> Iterator[Finding]:
     """A few tokens decoded in a child process: does this build work on this CPU?"""
+    usable = [model for model in usable if model.header is not None]
     if not usable:
         return
     try:

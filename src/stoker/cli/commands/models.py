@@ -61,7 +61,7 @@ def _show(found: list[ModelFile], folder: Path) -> None:
 def _row(model: ModelFile) -> tuple[str, ...]:
     size = size_text(model.size_bytes)
     if model.error is None:
-        context = str(model.n_ctx_train)
+        context = str(model.n_ctx_train or "")  # few folders of MNN say it
         return model.id, str(model.model_class), size, context, model.quantisation, model.path
     if _is_projector(model):
         return model.id, "projector", size, "", "", f"{model.path} (--mmproj)"

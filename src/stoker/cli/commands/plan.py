@@ -32,11 +32,12 @@ if TYPE_CHECKING:
 INSUFFICIENT = "insufficient"
 """Beside the words of a fit: it would fit, but not beside what is in use now."""
 
-_COLOURS = {"fits": "green", "tight": "yellow", "degraded": "yellow"}
+_COLOURS = {"fits": "green", "tight": "yellow", "degraded": "yellow", "streams": "yellow"}
 _MEANINGS = {
     "fits": "it loads as asked",
     "tight": "it loads as asked and leaves little",
     "degraded": "it loads with less",
+    "streams": "it loads, and reads experts from the disk as they are needed",
 }
 
 
@@ -46,16 +47,31 @@ class _Plan:
 
     fit: str
     spec: ModelSpec
+    passed_over: tuple[str, ...] = ()
+    fallbacks: tuple[str, ...] = ()
     estimate: Estimate
     budget: MemoryBudget
     tier: str
     n_ctx_train: int
+    disk_bytes_per_s: float = 0.0
+    calibration: tuple[str, ...] = ()
     degraded: tuple[str, ...] = ()
     reason: str = ""
 
     @property
     def can_load(self) -> bool:
         return self.fit in _COLOURS
+
+    @property
+    def read_bytes(self) -> float:
+        """What a token has to have read from the disk, if it needs no expert more often than others."""
+        experts, kept = self.estimate.experts, self.estimate.lines.get("experts", 0)
+        return experts.active_bytes * (1 - kept / experts.size_bytes) if experts.is_streamed else 0.0
+
+    @property
+    def disk_tokens_per_s(self) -> float:
+        """Tokens a second that the disk has the experts of; 0: none are read, or its speed is not known."""
+        return self.disk_bytes_per_s / self.read_bytes if self.read_bytes else 0.0
 
 
 def plan(
@@ -89,6 +105,9 @@ def plan(
         str | None,
         typer.Option("--gpu-layers", help="Layers on devices. [auto]", metavar="auto|all|N"),
     ] = None,
+    backend: Annotated[
+        str | None, typer.Option("--backend", help="What computes it. [auto]", metavar="auto|llama|mlx|mnn")
+    ] = None,
     device: Annotated[
         list[str] | None,
         typer.Option("--device", help="Devices to plan for, or none. [all]", metavar="NAME|none"),
@@ -103,6 +122,7 @@ def plan(
         "memory_limit": limit,
         "memory_margin": margin,
         "gpu_layers": gpu_layers,
+        "backend": backend,
         "device": tuple(device) if device else None,
     }
     found = _plan(engine_settings(config, **flags), model, mmproj)
@@ -116,16 +136,17 @@ def plan(
 
 def _plan(settings: EngineSettings, model: str | None, mmproj: Path | None) -> _Plan:
     from stoker.backends.registry import open_model
+    from stoker.client.models.specs import calibration_texts
     from stoker.errors import InsufficientMemoryError
     from stoker.machine.limits import effective_limit, read_limits, tier_of
+    from stoker.machine.mapped import read_speed
     from stoker.models.memory_estimate.fit import MemoryBudget, smallest, weigh
     from stoker.models.memory_estimate.placing import Placing
     from stoker.models.placement import chosen_devices, with_device_ids
-    from stoker.models.store import ModelStore
 
-    file = ModelStore(settings.models_dir).resolve(model)
-    spec = _spec(settings, file, mmproj)
-    reader = open_model(spec.path)
+    whole, file = _found(settings, model, mmproj)
+    spec = whole.ways[0]
+    reader = open_model(spec.path, spec.backend)
     there = reader.devices() if spec.placement.has_devices else ()
     devices, spec = chosen_devices(spec.placement, there), with_device_ids(spec, there)
     profile = read_limits(settings.memory_limit)
@@ -148,10 +169,14 @@ def _plan(settings: EngineSettings, model: str | None, mmproj: Path | None) -> _
     return _Plan(
         fit=fit,
         spec=fitted.spec,
+        passed_over=whole.passed_over,
+        fallbacks=tuple(way.served_by for way in whole.fallbacks),
         estimate=fitted.estimate,
         budget=budget,
         tier=tier,
         n_ctx_train=file.n_ctx_train,
+        disk_bytes_per_s=read_speed(spec.path) if fitted.estimate.experts.is_streamed else 0.0,
+        calibration=calibration_texts(settings, file),
         degraded=fitted.degraded,
         reason=reason,
     )
@@ -181,13 +206,15 @@ def _why_too_large(least: Estimate, budget: MemoryBudget) -> str:
     return f"{needed}; the limit of {limit} leaves nothing beside the margin of {margin} that stays free"
 
 
-def _spec(settings: EngineSettings, file: ModelFile, mmproj: Path | None) -> ModelSpec:
+def _found(settings: EngineSettings, model: str | None, mmproj: Path | None) -> tuple[ModelSpec, ModelFile]:
+    """The model with every way to serve it, and what the file of the first says."""
     from msgspec.structs import replace
 
     from stoker.client.models.specs import ModelSource
 
-    spec = ModelSource(settings).described(file).spec
-    return spec if mmproj is None else replace(spec, projector=_projector(mmproj, file))
+    found, file = ModelSource(settings).look_up(model)
+    spec = found.spec
+    return (spec if mmproj is None else replace(spec, projector=_projector(mmproj, file))), file
 
 
 def _projector(path: Path, model: ModelFile) -> ProjectorSpec:
@@ -208,6 +235,9 @@ def _as_record(found: _Plan) -> dict[str, object]:
         "path": found.spec.path,
         "verdict": found.fit,
         "reason": found.reason,
+        "backend": found.spec.backend,
+        "backend_reason": "; ".join(found.passed_over) or None,
+        "fallbacks": list(found.fallbacks),
         "degraded": list(found.degraded),
         "n_ctx": found.estimate.n_ctx,
         "n_ctx_train": found.n_ctx_train,
@@ -220,6 +250,15 @@ def _as_record(found: _Plan) -> dict[str, object]:
         "margin_bytes": found.budget.margin_bytes,
         "limit_bytes": found.budget.limit_bytes,
         "tier": found.tier,
+        "calibration": list(found.calibration),
+        "experts": {
+            "bytes": found.estimate.experts.size_bytes,
+            "active_bytes": found.estimate.experts.active_bytes,
+            "budget_bytes": found.estimate.lines.get("experts", 0),
+            "read_bytes_per_token": round(found.read_bytes),
+            "disk_bytes_per_s": round(found.disk_bytes_per_s),
+            "disk_tokens_per_s": round(found.disk_tokens_per_s, 2),
+        },
         "layers": found.spec.placement.gpu_layers if found.estimate.on_devices else 0,
         "devices": [_device_record(each, found) for each in found.budget.devices],
     }
@@ -244,15 +283,38 @@ def _show(found: _Plan) -> None:
     console = Console(highlight=False, soft_wrap=True)
     each = " each" if found.estimate.kv_layout == "streams" else ""
     form = f"context {found.estimate.n_ctx}{each}, slots {found.spec.num_slots}{_layers(found)}"
-    console.print(f"[bold]{escape(found.spec.id)}[/] {escape(form)}")
+    console.print(f"[bold]{escape(found.spec.id)}[/] {escape(form)}{escape(_backend(found))}")
+    for phrase in found.passed_over:
+        console.print(f"  as {escape(phrase)}")
+    for way in found.fallbacks:
+        console.print(f"  where that cannot: {escape(way)}")
     console.print(_table(found))
     colour = _COLOURS.get(found.fit, "red")
     console.print(f"[{colour}]{found.fit}[/]: {escape(found.reason)}")
     lead = "->" if found.can_load else "even with"
     for phrase in found.degraded:
         console.print(f"  {lead} {escape(phrase)}")
+    for phrase in found.calibration:
+        console.print(f"  {escape(phrase)}")
+    if found.read_bytes:
+        console.print(f"  -> {escape(_from_disk(found))}")
     if 0 < found.n_ctx_train < found.estimate.n_ctx:
         console.print(f"  trained on {found.n_ctx_train} tokens: one request gets no more")
+
+
+def _from_disk(found: _Plan) -> str:
+    """What a token reads, and how many a second the disk has the experts of."""
+    needed = f"a token reads {size_text(round(found.read_bytes))} of experts from the disk"
+    if not found.disk_bytes_per_s:
+        return f"{needed}, whose speed could not be measured"
+    speed = size_text(round(found.disk_bytes_per_s))
+    return f"{needed}, which gives {speed} a second: {found.disk_tokens_per_s:.2g} tokens/s at the most"
+
+
+def _backend(found: _Plan) -> str:
+    """Who would serve it, where that is not what it would be anyway."""
+    is_plain = found.spec.backend == "llama" and not (found.passed_over or found.fallbacks)
+    return "" if is_plain else f", backend {found.spec.backend}"
 
 
 def _layers(found: _Plan) -> str:

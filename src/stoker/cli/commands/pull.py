@@ -18,7 +18,8 @@ def pull(
     reference: Annotated[
         str,
         typer.Argument(
-            metavar="REPO[:FILE]", help="OWNER/REPO, with a file or a quantisation after a colon."
+            metavar="REPO[:FILE]",
+            help="OWNER/REPO, with a file, a quantisation or `safetensors` behind it.",
         ),
     ],
     revision: Annotated[
@@ -30,6 +31,9 @@ def pull(
     """Download a model: resumed where it stopped, verified, or not there at all."""
     path = download(reference, engine_settings(config).models_dir, revision)
     if as_json:
-        typer.echo(json.dumps({"id": path.stem, "path": str(path), "size_bytes": path.stat().st_size}))
+        name = path.name if path.is_dir() else path.stem
+        files = path.iterdir() if path.is_dir() else (path,)
+        size_bytes = sum(file.stat().st_size for file in files if file.is_file())
+        typer.echo(json.dumps({"id": name, "path": str(path), "size_bytes": size_bytes}))
     else:
         typer.echo(str(path))

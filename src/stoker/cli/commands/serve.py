@@ -14,6 +14,7 @@ import typer
 
 from stoker.cli import logs
 from stoker.cli.options import Config, option_of
+from stoker.errors import InvalidRequestError
 from stoker.settings import flag_of, load_settings, strange_variables
 
 log = logging.getLogger(__name__)
@@ -21,9 +22,9 @@ log = logging.getLogger(__name__)
 PANELS = {
     "Models": """models slots ctx_size kv_cells lora draft_model speculation keep_alive default_max_tokens
         chat_template thinking rerank_output restore models_dir allow_downloads""",
-    "Computing": "threads n_batch repeatable isolation watchdog_s heat_trace",
-    "Devices": """gpu_layers device split_mode tensor_split main_gpu cpu_moe kv_type kv_layout mmap
-        kv_offload placement device_lease""",
+    "Computing": "threads n_batch calibrated repeatable isolation watchdog_s heat_trace",
+    "Devices": """backend gpu_layers device split_mode tensor_split main_gpu cpu_moe kv_type kv_layout mmap
+        kv_offload expert_budget placement device_lease""",
     "Memory": "memory_limit memory_margin park_bytes",
     "Cache": "cache_mode cache_ram_bytes cache_disk_bytes cache_dir states_dir",
     "Images, sound, documents": """mmproj image_roots allow_http_images max_images max_image_bytes
@@ -46,6 +47,9 @@ def serve(context: typer.Context, *, config: Config = None, **flags: Any) -> Non
 
     malloc.share_arena()
     engine, server = load_settings(flags, config)
+    if engine.peers:
+        text = "peers: `stoker serve` computes by itself; `stoker gate` serves with other machines"
+        raise InvalidRequestError(text, param="peers")
     console = logs.terminal()
     logs.set_up(server, console)
     if strange := strange_variables():
@@ -54,14 +58,14 @@ def serve(context: typer.Context, *, config: Config = None, **flags: Any) -> Non
 
     with spawned_ahead(engine, context.obj) as ahead:  # its imports and a server's take half a second each
         from stoker.cli.serve_screen import ServeInLog, ServeInTerminal
-        from stoker.server.serve import Screen, run_server
+        from stoker.server.serve import Screen, new_engine, run_server
 
         again = None if config is None else partial(load_settings, flags, config)
         is_shown = not server.quiet and server.log_format == "text"
         screen: Screen = ServeInLog(engine, server)
         if is_shown and console is not None and not console.is_dumb_terminal:
             screen = ServeInTerminal(engine, server, console)
-        raise typer.Exit(run_server(engine, server, screen, ahead, again))
+        raise typer.Exit(run_server(engine, server, screen, partial(new_engine, ahead=ahead), again))
 
 
 def _signature() -> inspect.Signature:

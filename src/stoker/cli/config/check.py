@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 
-from stoker.client.models.specs import ModelSource, parse_adapter
+from stoker.client.models.beside import parse_adapter
+from stoker.client.models.specs import ModelSource
 from stoker.errors import InvalidRequestError, StokerError, error_from_info
 from stoker.models.adapters import read_adapter
 from stoker.models.projector import read_projector

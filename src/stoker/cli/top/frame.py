@@ -69,6 +69,8 @@ def frame(view: RuntimeView, state: FrameState) -> list[Text]:
         parts.recent(view, state.now),
         parts.models(view, state.now),
     ]
+    if view.machines:
+        found.insert(0, parts.machines(view))
     room = state.height - len(lines) - len(tail)
     lines += _parts_of(found, room, state)
     return [*lines[: max(0, state.height - len(tail))], *tail][: state.height]

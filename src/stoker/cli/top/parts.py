@@ -326,6 +326,37 @@ def _stays(model: Document, now: float) -> str:
     return f"for {duration_text(max(0.0, model['at'] + unload_in_s - now))}"
 
 
+def machines(view: RuntimeView) -> Part:
+    """Each machine of a gate."""
+    columns = [
+        Column("MACHINES", 24),
+        Column("state", 10),
+        Column("busy", 8, is_number=True),
+        Column("waiting", 7, is_number=True),
+        Column("here", 5, is_number=True),
+        Column("moved", 5, is_number=True),
+        Column("pressure", 9),
+        Column("models, or why it gets nothing", 0),
+    ]
+    rows = [_machine_row(machine) for machine in view.machines]
+    return Part("machines", columns, rows, 1, "no machine")
+
+
+def _machine_row(machine: Document) -> Row:
+    is_up = machine.get("state") == "up"
+    cells = [
+        machine["name"],
+        machine.get("state", ""),
+        f"{machine.get('num_busy', 0)} of {machine.get('num_slots', 0)}",
+        str(machine.get("num_waiting") or ""),
+        str(machine.get("num_requests") or ""),
+        str(machine.get("num_moved") or ""),
+        machine.get("pressure", ""),
+        machine.get("reason") or ", ".join(machine.get("models", ())),
+    ]
+    return Row(cells, "" if is_up else "red" if machine.get("state") == "down" else "yellow")
+
+
 # ---------------------------------------------------------------- one request
 
 

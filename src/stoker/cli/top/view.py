@@ -41,6 +41,7 @@ class RuntimeView:
         cache: the same of what is stored.
         heat: level, sensor and temperature.
         steps: the last figures of steps, by model.
+        machines: of a site, where the server is a gate; empty: it computes by itself.
         num_hidden: live requests beyond MAX_ROWS.
     """
 
@@ -56,6 +57,7 @@ class RuntimeView:
         self.cache: Document = {}
         self.heat: Document = {}
         self.steps: dict[str, Document] = {}
+        self.machines: list[Document] = []
         self.num_hidden = 0
         self._engine_since = 0.0
         self._takes: Mapping[str, Callable[[Document], None]] = {
@@ -69,6 +71,7 @@ class RuntimeView:
             "rung": self._take_rung,
             "engine": self._take_engine,
             "model": self._take_model,
+            "machines": self._take_machines,
         }
 
     def __repr__(self) -> str:
@@ -107,6 +110,9 @@ class RuntimeView:
         if take is not None:
             take(document)
 
+    def _take_machines(self, document: Document) -> None:
+        self.machines = list(document.get("machines", ()))
+
     def _take_snapshot(self, document: Document) -> None:
         self.version = document.get("version", "")
         self.engine = dict(document.get("engine", {}))
@@ -125,6 +131,7 @@ class RuntimeView:
         heat = document.get("heat") or {}
         self.heat = dict(heat) if isinstance(heat, dict) else {"level": heat}
         self.steps = {steps["model"]: dict(steps) for steps in document.get("steps", ())}
+        self.machines = list(document.get("machines", ()))
 
     def _add(self, row: Document) -> Document:
         """Keep a row, if there is room; it."""

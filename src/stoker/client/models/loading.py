@@ -16,6 +16,7 @@ import msgspec
 
 from stoker.client.models.specs import FoundModel
 from stoker.errors import (
+    ModelFileError,
     ModelInUseError,
     ModelNotFoundError,
     NotReadyError,
@@ -51,6 +52,7 @@ class SpecChanges(msgspec.Struct, frozen=True, kw_only=True):
     n_ctx: int | None = None
     num_slots: int | None = None
     placement: PlacementChanges | None = None
+    backend: str | None = None
 
     def check(self, info: ModelInfo) -> None:
         """Raises UnsupportedError where a model of that class cannot be loaded so."""
@@ -58,8 +60,12 @@ class SpecChanges(msgspec.Struct, frozen=True, kw_only=True):
             check_one_slot(info.id, self.num_slots or 1)
 
     def applied(self, spec: ModelSpec) -> ModelSpec:
-        """The spec with these changes."""
+        """The spec with these changes, on each of its ways; `backend` chooses these before."""
+        return spec.on_all_ways(self._applied)
+
+    def _applied(self, spec: ModelSpec) -> ModelSpec:
         given = {name: value for name, value in msgspec.structs.asdict(self).items() if value is not None}
+        given.pop("backend", None)
         if self.placement is not None:
             spec = placed(spec, given.pop("placement"))
         if self.n_ctx is not None:
@@ -140,7 +146,10 @@ class ModelLoading:
         else:
             spec, info, _ = await self._find(name, reach)
             known = self._registry.get(spec.id)
-            spec = known.to_load if known is not None and known.to_load.path == spec.path else spec
+            is_known = known is not None and known.to_load.way_of(spec.path, spec.backend).path == spec.path
+            spec = known.to_load if known is not None and is_known else spec
+        if changes.backend is not None:
+            spec, info, _ = await asyncio.to_thread(self._source.again, spec, changes.backend)
         changes.check(info)
         return await self.load(changes.applied(spec), info)
 
@@ -169,6 +178,9 @@ class ModelLoading:
                 raise
             if reach is Reach.LOCAL:
                 raise _downloads_off(name) from None
+        except ModelFileError:  # of what was downloaded the files that are damaged are fetched again, once
+            if not is_reference(name) or reach is Reach.LOCAL:
+                raise
         path = await self._download(name)
         return await asyncio.to_thread(self._source.find, path)
 
@@ -280,10 +292,12 @@ class ModelLoading:
         """The registry has a model's new state: answer its callers."""
         state = self._registry.state(event.model)
         if state is ModelLife.READY:
-            infos = self._registry.infos()
-            self._source.note_loaded(
-                [info.path for info in infos if self._registry.state(info.id) is ModelLife.READY]
-            )
+            ready = [
+                entry.spec.path
+                for info in self._registry.infos()
+                if (entry := self._registry.get(info.id)) and entry.state is ModelLife.READY
+            ]
+            self._source.note_loaded(ready)
             if event.stage:  # another load of it is under way
                 return
         if state not in {ModelLife.READY, ModelLife.FAILED, ModelLife.ABSENT}:

@@ -31,6 +31,8 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 MAX_LOAD_CRASHES = 2
+MAX_STEP_CRASHES = 2
+"""Engines that may end over what runs on a model before another way to serve it is taken, if there is one."""
 _NOT_BEGUN = frozenset({"", "waiting"})
 """Stages of a load in which nothing of the file has been touched."""
 PASSING = frozenset({"insufficient_memory", "model_too_large", "too_hot", "device_busy"})
@@ -66,6 +68,9 @@ class ModelEntry:
         is_barred: it has failed for good; requests are refused with `error`.
         mark: of the file it was barred for; another file in its place is tried again.
         load_crashes: engines that its loads have ended since it was last in memory.
+        trying: the way that is being loaded, by its path and backend.
+        step_crashes: engines that ended while requests ran on it as it is served now.
+        whole: how it is loaded with all of its ways, where some were given up.
         reload_error: why another load of it, beside the one that serves, was given up.
         story: its last moves, for messages of illegal ones.
     """
@@ -87,6 +92,9 @@ class ModelEntry:
     is_barred: bool = False
     mark: object = None
     load_crashes: int = 0
+    trying: tuple[str, str] = ("", "")
+    step_crashes: int = 0
+    whole: ModelSpec | None = None
     reload_error: ErrorInfo | None = None
     story: deque[str] = field(default_factory=lambda: deque(maxlen=STORY_LENGTH))
 
@@ -119,6 +127,41 @@ class ModelEntry:
         """Whether requests for it would find less context, or another file, if it were loaded so."""
         now_n_ctx = self.spec.most_tokens or math.inf
         return spec.path != self.spec.path or (spec.most_tokens or math.inf) < now_n_ctx
+
+    def pass_on(self, path: str, backend: str, why: str) -> bool:
+        """Give up one way to serve it; returns whether another is left, which is taken from now on."""
+        given_up = self.to_load.way_of(path, backend)
+        left = self.to_load.without(given_up, f"{backend}: {why}")
+        if left is None:
+            return False
+        log.warning("%s is served otherwise from now on, as %s: %s", self.spec.id, given_up.served_by, why)
+        self.whole = self.whole or self.to_load
+        self.load_crashes = self.step_crashes = 0
+        if self.asked is not None:
+            self.asked = left
+        else:
+            self.spec = left
+        return True
+
+    @property
+    def way(self) -> ModelInfo | None:
+        """What serves it, where it can be served in several ways; None: there is one only."""
+        is_one = not (self.spec.fallbacks or self.spec.passed_over or self.whole)
+        return None if is_one else self.info
+
+    def charge_step(self, ended: EngineExit) -> None:
+        """An engine has ended while requests ran on it."""
+        self.step_crashes += 1
+        if self.step_crashes >= MAX_STEP_CRASHES:
+            text = f"it ended the engine {self.step_crashes} times, last: {ended.quoted}"
+            self.pass_on(self.info.path, self.info.backend, text)
+
+    def take_back(self) -> None:
+        """All of its ways may be tried again."""
+        self.step_crashes = 0
+        if self.whole is not None and self.asked is None:
+            self.spec = self.whole.with_own(self.spec)
+        self.whole = None
 
     def can_move(self, to: ModelLife) -> bool:
         """Whether the table has that move, or it is none."""
@@ -285,6 +328,7 @@ class ModelRegistry:
         if entry.is_barred:  # once more, as it was asked for
             entry.is_barred, entry.load_crashes = False, MAX_LOAD_CRASHES - 1
         entry.asked, entry.reload_error = spec, None
+        entry.step_crashes, entry.whole = 0, None
         entry.is_due = entry.may_evict = True
         entry.is_leaving = False
         if entry.state not in {ModelLife.READY, ModelLife.UNLOADING}:  # else it serves on meanwhile (SPEC L5)
@@ -398,6 +442,7 @@ class ModelRegistry:
             log.error("the engine has %s %s, which was %s; %s", event.model, state, entry.state, entry.told)
         entry.set(state)
         entry.stage, entry.fraction = event.stage, event.fraction
+        entry.trying = event.path, event.backend
         entry.reason, entry.error = event.reason, event.error
         if not entry.is_settled:
             return
@@ -407,8 +452,9 @@ class ModelRegistry:
             if event.error is None:  # else another was to take its place, and it stays
                 entry.spec = entry.to_load
         if event.info is not None:
-            known = entry.info.quantisation  # the file's header says it, an engine does not
-            entry.info = msgspec.structs.replace(event.info.served_as(entry.spec), quantisation=known)
+            way = entry.spec.way_of(event.info.path, event.info.backend)  # that serves: with its template
+            known = way.quantisation or entry.info.quantisation  # the header says it, an engine does not
+            entry.info = msgspec.structs.replace(event.info.served_as(way), quantisation=known)
         entry.asked = None
         if entry.state is ModelLife.FAILED and event.error and event.error.code == LoadCrashedError.code:
             self._bar(entry, event.error)
@@ -417,6 +463,7 @@ class ModelRegistry:
         """The engine is to leave: the next one loads what is in memory or loading now."""
         self._note_due()
         for entry in self._entries.values():
+            entry.take_back()  # once the machine has slept, what was given up may work again
             if entry.is_barred:
                 continue
             entry.move(ModelLife.SUSPENDED if entry.is_due else ModelLife.ABSENT)
@@ -440,12 +487,17 @@ class ModelRegistry:
                 entry.may_evict |= is_first
                 is_first = False
 
-    def charge(self, ended: EngineExit) -> list[str]:
+    def charge(self, ended: EngineExit, running: Iterable[str] = ()) -> list[str]:
         """Charge the exit to the models that were being loaded, which are barred at MAX_LOAD_CRASHES.
 
+        One that has other ways to be served is served otherwise then, and so is one of `running`, on which
+        requests ran, at MAX_STEP_CRASHES.
+
         Returns:
-            Their ids.
+            The ids of those that were being loaded.
         """
+        for entry in filter(None, map(self._entries.get, running)):
+            entry.charge_step(ended)
         loading = [
             entry
             for entry in self._entries.values()
@@ -462,6 +514,8 @@ class ModelRegistry:
         entry.load_crashes += 1
         if entry.load_crashes >= MAX_LOAD_CRASHES:
             text = f"ended the engine {entry.load_crashes} times, last: {ended.quoted}"
+            if entry.pass_on(*entry.trying, f"its load {text}"):
+                return
             entry.move(ModelLife.FAILED)
             self._bar(entry, _load_crash(entry, text, entry.load_crashes))
 

@@ -6,21 +6,35 @@ Reads headers, of models, LoRA adapters (SPEC K6) and projectors (SPEC V1). Wher
 
 from __future__ import annotations
 
-import dataclasses
-import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from functools import cached_property
-from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, TypeVar
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
-import msgspec
 from msgspec.structs import replace
 
-from stoker.backends.registry import has_scheme
+from stoker.backends.registry import has_scheme, open_model
 from stoker.chat.tools.formats.table import format_named
+from stoker.client.models.beside import (
+    RESERVED,
+    adapters_by_model,
+    by_model,
+    number_of_output,
+    projector_by_model,
+    read_template,
+    score_output,
+)
+from stoker.client.models.ways import AUTO, usable_ways, ways_of
 from stoker.client.store.last_models import LastModels
-from stoker.errors import InvalidRequestError, StokerError, error_from_info
+from stoker.errors import (
+    InvalidRequestError,
+    ModelFileError,
+    ModelNotFoundError,
+    StokerError,
+    UnsupportedError,
+    error_from_info,
+)
 from stoker.ipc.model import (
     AdapterSpec,
     CacheMode,
@@ -34,27 +48,21 @@ from stoker.ipc.model import (
     Repeatable,
     Speculation,
 )
-from stoker.ipc.request import MAX_ADAPTER_SCALE
 from stoker.machine.limits import DEFAULTS, TierDefaults, read_limits, tier_of
-from stoker.models.adapters import AdapterHeader, check_fits, read_adapter
+from stoker.models.calibration import Calibrations, settings_text
 from stoker.models.placement import placed
-from stoker.models.projector import ProjectorHeader, check_pair, read_projector
 from stoker.models.seq2seq import check_one_slot, slots_of
-from stoker.models.store import ModelFile, ModelStore
+from stoker.models.store import ModelFile, ModelStore, described
 
 if TYPE_CHECKING:
-    from stoker.models.gguf.header import GgufHeader
+    from stoker.models.calibration import Calibration
     from stoker.models.reader import ModelDescription
     from stoker.settings import EngineSettings
     from stoker.site_settings import ModelSettings
 
-_RESERVED = "default"
 _SWITCHES = {"on": True, "off": False}
-MAX_TEMPLATE_CHARS = 2**20
-OutputNumber = Annotated[int, msgspec.Meta(ge=0)]
-_RELEVANT = frozenset({"relevant", "is_relevant", "relevance", "yes", "true"})
-"""Labels of a classifier's output, in lower case, that say that it is the score."""
-H = TypeVar("H", AdapterHeader, ProjectorHeader)
+_NO_OTHERS: Mapping[str, str] = MappingProxyType({})
+V = TypeVar("V")
 
 
 class FoundModel(NamedTuple):
@@ -84,6 +92,7 @@ class ModelSource:
         self.served = served
         self._last = last
         self._store = ModelStore(settings.models_dir)
+        self._paths: dict[str, str] = {}  # of models that were found, by id, as they were named
 
     def __repr__(self) -> str:
         return f"<ModelSource {self._store!r} serving {[model.spec.id for model in self.served]}>"
@@ -131,9 +140,57 @@ class ModelSource:
             ModelError: its file is broken or holds no language model.
         """
         is_free = reach is Reach.ANY and has_scheme(name)
-        return self.described(
-            self._store.resolve_scheme(name) if is_free else self._store.resolve_listed(name)
-        )
+        given, path = ("", name) if is_free else self._store.locate_listed(name)
+        return self.served_as(given, path)[0]
+
+    def look_up(self, ref: str | None) -> tuple[FoundModel, ModelFile]:
+        """The model of a table, a path, a listed name or None (the embedded default), and what it says.
+
+        Raises:
+            StokerError: as `read`.
+        """
+        table = self.settings.model_tables.get(ref) if ref is not None else None
+        if ref is not None and table is not None:
+            found = self._declared(ref, table)
+            return found, described(ref, found.spec.path, found.spec.backend)
+        found, (file, *_) = self.served_as(*self._store.locate(ref))
+        return found, file
+
+    def again(self, spec: ModelSpec, backend: str) -> FoundModel:
+        """A model that was found before, as that backend would serve it, or by the rule ("auto").
+
+        Raises:
+            StokerError: as `find`; UnsupportedError: that backend does not read it.
+        """
+        if (table := self.settings.model_tables.get(spec.id)) is not None:
+            return self._declared(spec.id, table, backend)
+        path = self._paths.get(spec.id, spec.path)
+        others = {name: own for name, own in self.settings.placement.items() if name != spec.id}
+        settings = self.settings.replace(backend=backend, placement=others)
+        return ModelSource(settings).served_as(spec.id, path)[0]
+
+    def served_as(self, name: str, path: str, twin: str | None = None) -> tuple[FoundModel, list[ModelFile]]:
+        """A model with every way to serve it, and the file of each way.
+
+        Args:
+            name: it is served under; empty: what it calls itself.
+            path: of its file or folder.
+            twin: name or path of the same model in another form.
+
+        Raises:
+            StokerError: why there is none.
+        """
+        own = self.settings.placement.get(name)
+        is_own = own is not None and "backend" in own.model_fields_set
+        backend = own.backend if own is not None and is_own else self.settings.backend
+        ways = ways_of(path, backend)
+        if twin is not None:
+            with suppress(UnsupportedError):  # the backend that was asked for does not read it
+                ways += ways_of(self._located_twin(twin), backend)
+        usable = usable_ways(ways, name, self.settings.cache_dir)
+        found = [self.described(file, each) for each, file in usable.files]
+        self._paths[found[0].spec.id] = path
+        return _joined(found, usable.passed_over), [file for _, file in usable.files]
 
     def _read_listed(self) -> tuple[dict[str, FoundModel], list[ModelFile]]:
         """Every model by its id, the default first, and the files of those that have no table."""
@@ -144,13 +201,13 @@ class ModelSource:
             if ref in tables:
                 found[ref] = self._declared(ref, tables[ref])._replace(is_due=True)
                 continue
-            file = self._store.resolve(ref)
+            model, (file, *_) = self.served_as(*self._store.locate(ref))
             files.append(file)
             if file.id in found:
                 paths = f"{found[file.id].spec.path} and {file.path}"
                 text = f"two models would be served as {file.id!r}: {paths}"
                 raise InvalidRequestError(text, param="models")
-            found[file.id] = self.described(file)
+            found[file.id] = model
         for name, table in tables.items():
             if name not in found:
                 found[name] = self._declared(name, table)
@@ -179,37 +236,81 @@ class ModelSource:
         _check_names(found.values())
         return list(found.values())
 
-    def _declared(self, name: str, table: ModelSettings) -> FoundModel:
-        """The model of a table of the settings.
+    def _declared(self, name: str, table: ModelSettings, backend: str | None = None) -> FoundModel:
+        """The model of a table of the settings, as they say or as that backend serves it.
 
         Raises:
             StokerError: as `read`; `param` is such as `models.NAME.file`.
         """
         place = f"models.{name}"
-        with _placed_at(f"{place}.file"):
-            file = dataclasses.replace(self._store.resolve(table.file or name), id=name)
+        source = ModelSource(self._as_of(name, table))
+        if backend is not None:
+            source.settings = source.settings.replace(backend=backend)
+        elif "backend" in table.model_fields_set:
+            with _placed_at(f"{place}.fallback"):
+                source._check_twin(table)
         with _placed_at(f"{place}.chat_template") if table.chat_template else nullcontext():
-            found = ModelSource(self._as_of(name, table)).described(file)
+            source._own_files()
+        own = {"fallback": f"{place}.fallback"}
+        if backend is not None:  # of the call, not of the file
+            own["backend"] = "backend"
+        elif "backend" in table.model_fields_set:
+            own["backend"] = f"{place}.backend"
+        with _placed_at(f"{place}.file", own):
+            found, files = source._with_twin(name, table)
         if table.tool_format:
             format_named(table.tool_format, f"{place}.tool_format")
-        spec = replace(
-            found.spec,
-            aliases=table.aliases,
-            best_priority=table.priority,
-            sampling_defaults=table.sampling or None,
-            tool_format=table.tool_format,
-            is_pinned=table.pinned,
-        )
+
+        def declared(spec: ModelSpec) -> ModelSpec:
+            return replace(
+                spec,
+                aliases=table.aliases,
+                best_priority=table.priority,
+                sampling_defaults=table.sampling or None,
+                tool_format=table.tool_format,
+                is_pinned=table.pinned,
+            )
+
+        spec = found.spec.on_all_ways(declared)
         found = FoundModel(spec, found.info.served_as(spec), table.load or table.pinned)
         if table.draft_model:
             found = self._drafted(found, table.draft_model, f"{place}.draft_model")
         with _placed_at(f"{place}.lora"):
-            for adapters in adapters_by_model(table.lora, [file]).values():
-                found = _adapted(found, adapters)
+            found = _fitted(found, files, lambda file: adapters_by_model(table.lora, [file]), _adapted)
         with _placed_at(f"{place}.mmproj"):
-            for projector in projector_by_model(table.mmproj, [file]).values():
-                found = _seeing(found, projector)
-        return found
+            return _fitted(found, files, lambda file: projector_by_model(table.mmproj, [file]), _seeing)
+
+    def _own_files(self) -> None:
+        """Read what goes with models; raises InvalidRequestError where that cannot be read."""
+        assert self._templates is not None
+        assert self._score_outputs is not None
+
+    def _check_twin(self, table: ModelSettings) -> None:
+        """Raises InvalidRequestError where the table's own backend rules its fallback out."""
+        if table.fallback is None or self.settings.backend == AUTO:
+            return
+        try:
+            ways_of(self._store.locate(table.fallback)[1], self.settings.backend)
+        except UnsupportedError as error:
+            text = f"{error.message.removeprefix('backend: ')}; with backend auto it is taken"
+            raise InvalidRequestError(text, param="fallback") from None
+
+    def _with_twin(self, name: str, table: ModelSettings) -> tuple[FoundModel, list[ModelFile]]:
+        """The model of a table, or its fallback where its file is not there or not whole."""
+        try:
+            path = self._store.locate(table.file or name)[1]
+        except (ModelNotFoundError, ModelFileError) as error:
+            if table.fallback is None:
+                raise
+            twin = self._located_twin(table.fallback)
+            found, files = self.served_as(name, twin)
+            return _after(found, error.message), files
+        return self.served_as(name, path, table.fallback)
+
+    def _located_twin(self, ref: str) -> str:
+        """Where a fallback lies; errors name the key."""
+        with _placed_at("fallback"):
+            return self._store.locate(ref)[1]
 
     def _drafted(self, found: FoundModel, ref: str, place: str) -> FoundModel:
         """The model with its draft model, unless it has one already."""
@@ -235,15 +336,17 @@ class ModelSource:
         if {model.info.model_class for model in found} == {ModelClass.ENCODER_DECODER}:
             check_one_slot(found[0].spec.id, self.settings.slots)
 
-    def described(self, file: ModelFile) -> FoundModel:
-        """A file that can be loaded, as the settings want it."""
-        settings, found = self.settings, file.description
+    def described(self, file: ModelFile, backend: str = "") -> FoundModel:
+        """A file that can be loaded, as the settings want it, by that backend alone."""
+        settings, found = with_calibration(self.settings, file.id, file.path)[0], file.description
         assert found is not None, f"{file!r} cannot be loaded"
         keep_alive = settings.keep_alive
         spec = ModelSpec(
             id=file.id,
             path=file.path,
-            num_slots=slots_of(file.model_class, settings.slots),
+            backend=backend,
+            quantisation=found.quantisation,
+            num_slots=min(slots_of(file.model_class, settings.slots), found.max_slots or settings.slots),
             n_ctx=settings.ctx_size,
             num_cells=settings.kv_cells or 0,
             n_batch=settings.n_batch or 0,
@@ -259,7 +362,7 @@ class ModelSource:
             repeatable=Repeatable(settings.repeatable),
             speculation=Speculation(settings.speculation),
             chat_template=self._template_of(file.id, found),
-            score_output=_score_output(found.outputs, self._score_outputs, file.id),
+            score_output=score_output(found.outputs, self._score_outputs, file.id),
             thinking=_SWITCHES.get(settings.thinking or "", settings.thinking),
         )
         for placement in (settings, settings.placement.get(file.id)):
@@ -281,17 +384,89 @@ class ModelSource:
     def _score_outputs(self) -> dict[str, int]:
         """Which output is the score, by the id of its model; "": of rerankers that do not say."""
         named = by_model(self.settings.rerank_output, "rerank_output")
-        return {model: _number_of_output(text) for model, text in named.items()}
+        return {model: number_of_output(text) for model, text in named.items()}
+
+
+def with_calibration(
+    settings: EngineSettings, model: str, path: str
+) -> tuple[EngineSettings, Calibration | None, frozenset[str]]:
+    """The settings with what `stoker calibrate` found for a model, where nothing was set (SPEC R16).
+
+    Returns:
+        The settings, what was found (None: nothing, or it is not to be used), and the names of the settings
+        that were set, over which it has no say.
+    """
+    placement = settings.placement.get(model)
+    given = frozenset(settings.model_fields_set | (placement.model_fields_set if placement else set()))
+    kept = Calibrations(settings.cache_dir)
+    if not settings.calibrated or has_scheme(path) or not kept.has_any():
+        return settings, None, given
+    found = kept.find(path, open_model(path).fingerprint)
+    if found is None:
+        return settings, None, given
+    changes: dict[str, Any] = found.used(given)
+    return settings.replace(**changes), found, given
+
+
+def calibration_texts(settings: EngineSettings, file: ModelFile) -> tuple[str, ...]:
+    """What was found for a model and what of it holds, for people; empty: it was never calibrated."""
+    _, found, given = with_calibration(settings, file.id, file.path)
+    if found is None:
+        is_outdated = settings.calibrated and Calibrations(settings.cache_dir).is_outdated(file.path)
+        text = "calibrated before its file, the build or the machine changed, which does not hold any more"
+        return (f"{text}: stoker calibrate {file.id}",) if is_outdated else ()
+    texts = [f"calibrated: {settings_text(found.used(given))}"]
+    if used := found.used(given):
+        texts = [f"calibrated: {settings_text(used)}, {found.gain:.0%} less time in its trials"]
+    overridden = found.overridden(given).items()
+    texts += [f"calibrated {name} {value} does not hold: {name} is set" for name, value in overridden]
+    return tuple(texts)
 
 
 @contextmanager
-def _placed_at(place: str) -> Iterator[None]:
-    """Errors of the block name a key of the settings file."""
+def _placed_at(place: str, others: Mapping[str, str] = _NO_OTHERS) -> Iterator[None]:
+    """Errors of the block name a key of the settings file: `place`, or what `others` have for their own."""
     try:
         yield
     except StokerError as error:
-        text = error.message.removeprefix(f"{place.rpartition('.')[2]}: ")
-        raise error_from_info(replace(error.info(), message=f"{place}: {text}", param=place)) from None
+        at = others.get(error.param or "", place)
+        text = error.message.removeprefix(f"{at.rpartition('.')[2]}: ")
+        raise error_from_info(replace(error.info(), message=f"{at}: {text}", param=at)) from None
+
+
+def _joined(found: Sequence[FoundModel], passed_over: tuple[str, ...]) -> FoundModel:
+    """The first way to serve a model, with the others as its fallbacks."""
+    (spec, info, is_due), *others = found
+    spec = replace(spec, fallbacks=tuple(other.spec for other in others), passed_over=passed_over)
+    return FoundModel(spec, replace(info, backend_reason="; ".join(passed_over)), is_due)
+
+
+def _after(found: FoundModel, why: str) -> FoundModel:
+    """The same, with why what comes before it does not serve."""
+    passed_over = (why, *found.spec.passed_over)
+    info = replace(found.info, backend_reason="; ".join(passed_over))
+    return FoundModel(replace(found.spec, passed_over=passed_over), info, found.is_due)
+
+
+def _fitted(
+    found: FoundModel,
+    files: Sequence[ModelFile],
+    fitting: Callable[[ModelFile], Mapping[str, V]],
+    fit: Callable[[FoundModel, V], FoundModel],
+) -> FoundModel:
+    """The model with what goes with it on each way whose file it fits. Raises where it fits none of them."""
+    ways, errors = list(found.spec.ways), []
+    info = found.info
+    for at, file in enumerate(files):
+        try:
+            for given in fitting(file).values():
+                way = fit(FoundModel(ways[at], info if at == 0 else ModelInfo.bare(ways[at])), given)
+                ways[at], info = way.spec, way.info if at == 0 else info
+        except StokerError as error:
+            errors.append(error)
+    if len(errors) == len(files):
+        raise errors[0]
+    return FoundModel(replace(ways[0], fallbacks=tuple(ways[1:])), info, found.is_due)
 
 
 def _adapted(found: FoundModel, adapters: tuple[AdapterSpec, ...]) -> FoundModel:
@@ -313,7 +488,7 @@ def _seeing(found: FoundModel, projector: ProjectorSpec) -> FoundModel:
 
 def _check_names(found: Iterable[FoundModel]) -> None:
     """Raises InvalidRequestError where two models would be served under one name."""
-    owners = {_RESERVED: "the first model"}
+    owners = {RESERVED: "the first model"}
     for spec, _, _ in found:
         kinds = (("", [spec.id]), (".aliases", spec.aliases), (".lora", [one.name for one in spec.adapters]))
         for kind, names in kinds:
@@ -343,161 +518,3 @@ def _info(spec: ModelSpec, found: ModelDescription) -> ModelInfo:
         n_embd=found.n_embd,
         quantisation=found.quantisation,
     )
-
-
-# ---------------------------------------------------------------- what goes with a model
-
-
-def by_model(texts: Sequence[str], param: str) -> dict[str, str]:
-    """What is given as VALUE, for every model that it suits, or as MODEL=VALUE, by the model's id or "".
-
-    Raises:
-        InvalidRequestError: two are given for the same.
-    """
-    found: dict[str, str] = {}
-    for text in texts:
-        model, equals, value = text.partition("=")
-        model, value = (model.strip(), value) if equals else ("", text)
-        if model in found:
-            raise InvalidRequestError(f"{param}: two are given for {model or 'every model'}", param=param)
-        found[model] = value.strip()
-    return found
-
-
-def read_template(path: str) -> str:
-    """The chat template in a file. Raises InvalidRequestError where it cannot be read, or holds nothing."""
-    try:
-        with Path(_expanded(path)).open(encoding="utf-8") as file:
-            text = file.read(MAX_TEMPLATE_CHARS + 1)
-    except (OSError, UnicodeDecodeError) as error:
-        why = getattr(error, "strerror", None) or error
-        raise InvalidRequestError(f"chat_template: {path}: {why}", param="chat_template") from None
-    if not text.strip() or len(text) > MAX_TEMPLATE_CHARS:
-        what = "is empty" if not text.strip() else f"has more than {MAX_TEMPLATE_CHARS} characters"
-        raise InvalidRequestError(f"chat_template: {path} {what}", param="chat_template")
-    return text
-
-
-def _number_of_output(text: str) -> int:
-    try:
-        return int(msgspec.convert(text, OutputNumber, strict=False))
-    except msgspec.ValidationError:
-        what = f"rerank_output: {text!r} is no number of an output; they count from 0"
-        raise InvalidRequestError(what, param="rerank_output") from None
-
-
-def _score_output(labels: tuple[str, ...], chosen: Mapping[str, int], model: str) -> int | None:
-    """Which output of a classifier is the score: the chosen one, the only one, or the relevant one."""
-    if model in chosen:
-        return chosen[model]
-    if len(labels) <= 1:
-        return 0
-    relevant = [at for at, label in enumerate(labels) if label.strip().casefold() in _RELEVANT]
-    return relevant[0] if len(relevant) == 1 else chosen.get("")
-
-
-def parse_adapter(text: str) -> AdapterSpec:
-    """The adapter of `NAME=FILE` or `NAME=FILE@SCALE`.
-
-    Raises:
-        InvalidRequestError: it is not written so, or the scale is out of range.
-    """
-    name, equals, path = text.partition("=")
-    name = name.strip()
-    if not (equals and name and path and name.isprintable()):
-        raise InvalidRequestError(f"lora: {text!r} is not written NAME=FILE or NAME=FILE@SCALE", param="lora")
-    file, at, scale = path.rpartition("@")
-    number = _number(scale) if at else None
-    if number is None:
-        return AdapterSpec(name=name, path=_expanded(path))
-    if not abs(number) <= MAX_ADAPTER_SCALE:
-        text = f"the adapter {name!r} has the scale {scale}; -{MAX_ADAPTER_SCALE:g} to {MAX_ADAPTER_SCALE:g}"
-        raise InvalidRequestError(f"lora: {text} are taken", param="lora")
-    return AdapterSpec(name=name, path=_expanded(file), scale=number)
-
-
-def adapters_by_model(
-    texts: Sequence[str], models: Sequence[ModelFile]
-) -> dict[str, tuple[AdapterSpec, ...]]:
-    """The adapters of each model that has any, by its id; an adapter belongs to the first model it fits.
-
-    Raises:
-        InvalidRequestError: an adapter is malformed, or has a name that is taken.
-        ModelFileError: a file is broken or fits none of the models; of those the first is named.
-        UnsupportedError: it fits one that cannot be adapted.
-    """
-    found: dict[str, tuple[AdapterSpec, ...]] = {}
-    taken = {_RESERVED, *(model.id for model in models)}
-    for spec in map(parse_adapter, texts):
-        if spec.name in taken:
-            text = f"lora: {spec.name!r} is the name of a model or of another adapter"
-            raise InvalidRequestError(text, param="lora")
-        taken.add(spec.name)
-        model, whole = _placed(spec, models)
-        found[model.id] = (*found.get(model.id, ()), whole)
-    return found
-
-
-def projector_by_model(path: str | Path | None, models: Sequence[ModelFile]) -> dict[str, ProjectorSpec]:
-    """The projector of the first model that it fits, by its id.
-
-    Raises:
-        ModelFileError: the file is broken, or is another model's; of those the first is named.
-        UnsupportedError: it encodes neither images nor sound, or in a way that is not served.
-        InvalidRequestError: no model is served that could take them.
-    """
-    if path is None:
-        return {}
-    projector = read_projector(path)
-    model = _first_fitting(projector, models, check_pair)
-    if model is None:
-        text = f"mmproj: no model is served that {projector.path.name} could see for"
-        raise InvalidRequestError(text, param="mmproj")
-    return {model.id: projector.spec}
-
-
-def _placed(spec: AdapterSpec, models: Sequence[ModelFile]) -> tuple[ModelFile, AdapterSpec]:
-    """The first model that the adapter fits, and the spec with what its file adds."""
-    if has_scheme(spec.path):
-        for model in models:
-            if model.header is None:
-                return model, spec
-    adapter = read_adapter(spec.path)
-    fitting = _first_fitting(adapter, models, check_fits)
-    if fitting is None:
-        raise InvalidRequestError(
-            f"lora: no model is served that {adapter.path.name} could adapt", param="lora"
-        )
-    return fitting, replace(spec, size_bytes=adapter.size_bytes, num_wide=adapter.num_wide)
-
-
-def _first_fitting(
-    header: H, models: Sequence[ModelFile], check: Callable[[H, GgufHeader], object]
-) -> ModelFile | None:
-    """The first model whose header passes the check; None: no model has one. Else raises the first error."""
-    reasons: list[StokerError] = []
-    for model in models:
-        if model.header is None:
-            continue
-        try:
-            check(header, model.header)
-        except StokerError as error:
-            reasons.append(error)
-            continue
-        return model
-    if reasons:
-        raise reasons[0]
-    return None
-
-
-def _number(text: str) -> float | None:
-    """A finite number, or None: an @ may be part of a file's name."""
-    try:
-        number = float(text)
-    except ValueError:
-        return None
-    return number if math.isfinite(number) else None
-
-
-def _expanded(path: str) -> str:
-    return path if has_scheme(path) else str(Path(path.strip()).expanduser())

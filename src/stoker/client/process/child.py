@@ -11,6 +11,10 @@ import os
 import socket
 import subprocess
 import sys
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
 ENGINE_MODULE = "stoker.engine"
 SOCKET_BUFFER_BYTES = 4 * 1024**2
@@ -24,6 +28,7 @@ class EngineChild:
 
     Args:
         module: what `python -m` runs.
+        models: files whose headers it reads before it is told anything.
 
     Attributes:
         socket: our end; whoever takes it closes it.
@@ -34,7 +39,7 @@ class EngineChild:
         OSError, MemoryError: the machine refuses a process or a descriptor; nothing is left open.
     """
 
-    def __init__(self, module: str = ENGINE_MODULE) -> None:
+    def __init__(self, module: str = ENGINE_MODULE, models: Sequence[str] = ()) -> None:
         self._is_taken = False
         with contextlib.ExitStack() as made:
             self.socket, theirs = socket.socketpair()
@@ -46,7 +51,7 @@ class EngineChild:
                 self.output, sink = os.pipe()
                 made.callback(os.close, self.output)
                 with os.fdopen(sink, "wb") as native:
-                    self.process = _spawned(module, theirs, native.fileno())
+                    self.process = _spawned((module, str(theirs.fileno()), *models), theirs, native.fileno())
             made.pop_all()
 
     def __repr__(self) -> str:
@@ -71,9 +76,9 @@ class EngineChild:
             os.close(self.output)
 
 
-def _spawned(module: str, theirs: socket.socket, sink: int) -> subprocess.Popen[bytes]:
+def _spawned(arguments: Sequence[str], theirs: socket.socket, sink: int) -> subprocess.Popen[bytes]:
     return subprocess.Popen(
-        [sys.executable, "-P", "-m", module, str(theirs.fileno())],
+        [sys.executable, "-P", "-m", *arguments],
         pass_fds=(theirs.fileno(),),
         stdin=subprocess.PIPE,
         stdout=sink,  # native libraries print; our stdout belongs to the application

@@ -14,15 +14,19 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from stoker.backends.registry import open_model
+from stoker.errors import EngineCrashedError, ModelReadError, StokerError
 from stoker.ipc.commands import LostDevices
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping
 
     from stoker.client.process.transport import ExitReport
 
 SENT_FROM_OUTSIDE = frozenset({signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP})
 OOM_KILL = "oom_kill"
+_BUS_ERROR = getattr(signal, "SIGBUS", None)
+"""What the kernel sends where it cannot give a page: its disk fails, or the file has been cut since."""
 MAX_UNCHARGED = 4
 """Losses of one device past which the work is charged: leaving it out has not helped."""
 _DEVICE_ERROR = re.compile(r"\b([A-Za-z]+) error: ([^|]*)\|[^|]*current device: (\w+)")
@@ -39,6 +43,8 @@ class EngineExit:
         said: its last lines, for errors that quote native code; may be empty.
         besides: work that may have caused it, other than requests: loads and questions.
         lost_device: id of the device whose end it was; empty: of none.
+        is_unread: a page of a mapped file could not be read.
+        first: the reason of the first exit for which the same files could not be read.
     """
 
     reason: str
@@ -47,10 +53,18 @@ class EngineExit:
     said: str = ""
     besides: tuple[str, ...] = ()
     lost_device: str = ""
+    is_unread: bool = False
+    first: str = ""
 
     def beside(self, *work: str) -> EngineExit:
         """The same, with further work that may have caused it."""
         return replace(self, besides=self.besides + work)
+
+    def error(self, text: str, crashes: int) -> StokerError:
+        """What work ends with that this exit has convicted; `text` says which work and how often."""
+        if self.is_unread:
+            return ModelReadError(f"{text}: {self.reason}", crashes=crashes, first=self.first)
+        return EngineCrashedError(f"{text}: {self.reason}", crashes=crashes)
 
     @property
     def quoted(self) -> str:
@@ -115,6 +129,9 @@ def judge(end: ExitReport, hang: str | None, oom: OomCounter) -> EngineExit:
         return EngineExit(
             f"lost the device {device} ({end})", is_blamable=False, said=end.said, lost_device=device
         )
+    if -end.status == _BUS_ERROR:
+        reason = f"ended with {end}: a page of a mapped file could not be read"
+        return EngineExit(reason, is_blamable=True, said=end.said, is_unread=True)
     is_blamable = end.status > 0 or (end.status < 0 and -end.status not in SENT_FROM_OUTSIDE)
     return EngineExit(f"ended with {end}", is_blamable=is_blamable, said=end.said)
 
@@ -128,6 +145,42 @@ def lost_device(said: str) -> str:
     if found is None or "out of memory" in found[2].lower():
         return ""
     return f"{found[1]}{found[3]}" if found[3].isdecimal() else found[3]
+
+
+class UnreadFiles:
+    """What is known of files of which engines could not read a page (SIGBUS)."""
+
+    def __init__(self) -> None:
+        self._first = ""
+
+    def __repr__(self) -> str:
+        return f"<UnreadFiles {self._first!r}>"
+
+    def explain(self, end: EngineExit, mapped: Mapping[str, str]) -> EngineExit:
+        """The exit with the files that it may have been; one that is not whole any more is named alone.
+
+        Args:
+            end: any exit; one for another reason stays as it is.
+            mapped: paths of the mapped files by model.
+        """
+        if not end.is_unread:
+            return end
+        broken = [text for path in mapped.values() if (text := _what_is_wrong(path))]
+        whole = [f"{path} of {model}" for model, path in mapped.items()]
+        if whole and not broken:
+            broken = [f"{', '.join(whole)} is as long as it should be: see the system's log of its disk"]
+        reason = f"{end.reason}; {'; '.join(broken) or 'no model is mapped'}"
+        self._first = self._first or reason
+        return replace(end, reason=reason, first=self._first)
+
+
+def _what_is_wrong(path: str) -> str:
+    """With a model's file; empty: its header can be read, and it is as long as that says."""
+    try:
+        open_model(path).describe()
+    except StokerError as error:
+        return error.message
+    return ""
 
 
 class DeviceLosses:

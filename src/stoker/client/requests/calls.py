@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from stoker.errors import EngineCrashedError, NotReadyError, error_from_info
+from stoker.errors import NotReadyError, error_from_info
 from stoker.ipc.commands import GetStatus, TextQuestion
 from stoker.ipc.events import Reply
 
@@ -105,8 +105,8 @@ class Calls:
             call.crashes += call.is_sent and ended.is_blamable
             call.is_sent = False
             if call.crashes >= MAX_CRASHES:
-                text = f"the engine died {call.crashes} times on this call, last: {ended.reason}"
-                call.answer.set_exception(EngineCrashedError(text, crashes=call.crashes))
+                text = f"the engine died {call.crashes} times on this call, last"
+                call.answer.set_exception(ended.error(text, call.crashes))
 
     def fail_all(self, error: StokerError) -> None:
         """No engine will answer any more."""

@@ -122,6 +122,9 @@ class RequestRecord:
         is_quiet: its place in the queue follows from a restart, which the client does not see.
         was_accepted: an engine had it in its queue, or waiting for its model.
         num_context: as in `Admitted`; 0: it was not admitted yet.
+        made_for, vocabulary: as in `Submit`.
+        vocabulary_sample: as in `Submit`, of one that another machine has begun.
+        is_handed_over: a gate gave it, with what another machine had made ready of it.
         charges: engines that ended while they computed it, since its last token.
         preparation_crashes: engines that ended while they may have prepared it; 0 once one has.
         meter: its times.
@@ -151,6 +154,10 @@ class RequestRecord:
     is_quiet: bool = False
     was_accepted: bool = False
     num_context: int = 0
+    made_for: str = ""
+    vocabulary: str = ""
+    vocabulary_sample: str = ""
+    is_handed_over: bool = False
     charges: int = 0
     preparation_crashes: int = 0
     meter: RequestMeter = field(init=False)
@@ -303,6 +310,9 @@ class RequestRecord:
             age_s=now - self.since,
             is_paused=self.is_paused and self.was_accepted,
             num_context=self.num_context,
+            made_for=self.made_for,
+            vocabulary=self.vocabulary,
+            vocabulary_sample=self.vocabulary_sample,
         )
 
     def file(self, now: float) -> KeptFile:
@@ -331,9 +341,39 @@ class RequestRecord:
             has_shown_pause=submit.is_paused,
             was_accepted=bool(submit.generated),
             num_context=submit.num_context,
+            made_for=submit.made_for,
+            vocabulary=submit.vocabulary,
         )
         for event in kept.shown:
             record._note(event)
+        return record
+
+    @classmethod
+    def handed_over(cls, submit: Submit, now: float, owner: str, route: str) -> RequestRecord:
+        """A request that a gate gives, from its beginning or from tokens that another machine delivered."""
+        record = cls(
+            submit.request_id,
+            submit.request,
+            now - submit.age_s,
+            owner=owner,
+            route=route,
+            is_paused=submit.is_paused,
+            was_accepted=any(submit.generated),
+            vocabulary_sample=submit.vocabulary_sample,
+            is_handed_over=True,
+        )
+        for index, tokens in enumerate(submit.generated):
+            is_over = submit.is_finished[index]
+            if tokens or is_over:
+                record._note_delta(
+                    Delta(
+                        request_id=submit.request_id,
+                        index=index,
+                        token_ids=tokens,
+                        finish_reason=FinishReason.STOP if is_over else None,
+                        mirostat_mu=submit.mirostat_mu[index],
+                    )
+                )
         return record
 
     # ------------------------------------------------------------ what happens to it

@@ -22,7 +22,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from stoker.client.requests.record import MAX_CHARGES, RequestRecord, Stage
-from stoker.errors import EngineCrashedError
 from stoker.wording import count_text
 
 if TYPE_CHECKING:
@@ -209,9 +208,8 @@ class Replay:
 def _crashed(live: RequestRecord, end: EngineExit) -> ErrorInfo:
     crashes = live.charges + live.preparation_crashes
     doing = "preparing" if live.preparation_crashes else f"after {live.num_generated} tokens of"
-    return EngineCrashedError(
-        f"the engine died {count_text(crashes, 'time')} {doing} request {live.request_id}, "
-        f"last: {end.reason}",
-        crashes=crashes,
-        num_tokens=live.num_generated,
-    ).info()
+    error = end.error(
+        f"the engine died {count_text(crashes, 'time')} {doing} request {live.request_id}, last", crashes
+    )
+    error.details["num_tokens"] = live.num_generated
+    return error.info()

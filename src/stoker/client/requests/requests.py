@@ -20,7 +20,7 @@ from stoker.client.requests.replay import Replay
 from stoker.client.requests.texts import RequestText
 from stoker.errors import RequestNotFoundError, RequestTimeoutError, TextsOffError
 from stoker.ipc.commands import Cancel, Pause, Resume
-from stoker.ipc.events import Failed, Finished, RequestEvent
+from stoker.ipc.events import Admitted, Failed, Finished, RequestEvent
 from stoker.ipc.request import check_queue, queue_bound
 
 if TYPE_CHECKING:
@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from stoker.errors import ErrorInfo, StokerError
     from stoker.ipc.commands import Submit
     from stoker.ipc.events import Delta
+    from stoker.ipc.model import ModelInfo
     from stoker.ipc.request import GenerateRequest
 
 
@@ -227,6 +228,8 @@ class Requests:
         if record.has_client:
             waiting = num_waiting(self.table.live(), model, self._registry.num_slots(model))
             self._admission.check(record.request, waiting, now)
+        if record.has_client and (info := self._way(model)):
+            record.made_for, record.vocabulary = info.served_by, info.vocabulary
         events = self._replay.add(record)
         self._admission.arrived(model, now)
         self.history.arrived(record, self._engine.absence)
@@ -297,8 +300,21 @@ class Requests:
         self.history.took(event)
         if isinstance(event, Finished):
             event = self.history.timed(event)
+        if isinstance(event, Admitted):
+            self._note_way(event.request_id)
         if self._replay.record(event):
             self._deliver([event])
+
+    def _way(self, model: str) -> ModelInfo | None:
+        """What serves a model that can be served in several ways."""
+        entry = self._registry.get(model)
+        return None if entry is None else entry.way
+
+    def _note_way(self, request_id: str) -> None:
+        """Its tokens, those before and those to come, are of the way that serves its model now."""
+        record = self.table.find(request_id)
+        if record is not None and record.made_for and (info := self._way(record.request.model)):
+            record.made_for, record.vocabulary = info.served_by, info.vocabulary
 
     def take_delta(self, delta: Delta, now: float) -> bool:
         """As `take`, of what comes with every token.
@@ -317,6 +333,10 @@ class Requests:
             for sink in tuple(record.sinks):
                 sink(delta)
         return False
+
+    def running_models(self) -> set[str]:
+        """The models of requests that hold, or may hold, slots."""
+        return {live.request.model for live in self.table.live() if live.num_running > 0}
 
     def engine_exited(self, end: EngineExit) -> None:
         """The engine has ended unasked: end whom that convicts, hold the others for the next one."""

@@ -55,7 +55,7 @@ class LastModels:
 
 
 def _is_there(path: object) -> bool:
-    if isinstance(path, str) and (has_scheme(path) or Path(path).is_file()):
+    if isinstance(path, str) and (has_scheme(path) or Path(path).exists()):
         return True
     log.warning("a model that was loaded last is not there any more: %s", path)
     return False

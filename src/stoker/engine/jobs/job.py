@@ -230,6 +230,8 @@ class Job:
             age_s=now - self.arrival_s,
             is_paused=self.is_paused,
             num_context=self.num_context,
+            made_for=self.submit.made_for,
+            vocabulary=self.submit.vocabulary,
         )
 
     def _tokens(self, index: int) -> list[int]:

@@ -30,7 +30,12 @@ from stoker.engine.jobs.prompts import (
     refuse_unreadable,
     text_tokens,
 )
-from stoker.errors import ContextLengthError, InvalidRequestError, UnsupportedError
+from stoker.errors import (
+    ContextLengthError,
+    InvalidRequestError,
+    UnsupportedError,
+    VocabularyMismatchError,
+)
 from stoker.grammar.compiler import GrammarCompiler
 from stoker.ipc.commands import CountTokens, Detokenize, Submit, TextQuestion, Tokenize
 from stoker.ipc.model import CacheMode
@@ -58,6 +63,7 @@ class PrepContext:
         max_text_tokens: of a text that it reads at once; None: `n_ctx`.
         adapters: fingerprints of its LoRA adapters, by name.
         num_candidates: the largest logits of a row that it gives in place of the row; 0: it gives rows.
+        vocabulary_sample: as in `ModelInfo`.
     """
 
     vocabulary: Vocabulary
@@ -75,6 +81,7 @@ class PrepContext:
     max_text_tokens: int | None = None
     adapters: Mapping[str, str] = field(default_factory=dict)
     num_candidates: int = 0
+    vocabulary_sample: str = ""
 
 
 def prepare(submit: Submit, context: PrepContext, arrival_s: float) -> Job:
@@ -91,8 +98,10 @@ def prepare(submit: Submit, context: PrepContext, arrival_s: float) -> Job:
             does not compile.
         UnsupportedError: a document is to be scored by what is no reranker, or the model cannot give what is
             asked for.
+        VocabularyMismatchError: it has tokens of another vocabulary.
     """
     request = submit.request
+    _check_vocabulary(submit, context)
     _check_texts(request, context)
     prompt, pictures = _prompt(request, context)
     _check_length(request, prompt, context)
@@ -127,6 +136,18 @@ def prepare(submit: Submit, context: PrepContext, arrival_s: float) -> Job:
         to_score=scored,
         num_context=submit.num_context or _num_context(request, prompt, scored, context),
     )
+
+
+def _check_vocabulary(submit: Submit, context: PrepContext) -> None:
+    """Refuse to go on from tokens that mean something else here: another machine computed them."""
+    if submit.vocabulary_sample not in {"", context.vocabulary_sample} and any(submit.generated):
+        raise VocabularyMismatchError(
+            f"{submit.request_id} has {sum(map(len, submit.generated))} tokens of a model {context.model!r}"
+            f" with the vocabulary {submit.vocabulary_sample}; here that model has"
+            f" {context.vocabulary_sample}: machines that go on with each other's requests have to serve the"
+            " same file under one name",
+            param="model",
+        )
 
 
 def is_quick(request: GenerateRequest, context: PrepContext) -> bool:

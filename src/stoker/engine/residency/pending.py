@@ -9,11 +9,14 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING
 
+from msgspec.structs import replace
+
 from stoker.engine.jobs.job import Job
-from stoker.errors import InsufficientMemoryError, TooHotError
+from stoker.errors import BackendChangedError, InsufficientMemoryError, TooHotError
 from stoker.ipc.events import Preparing, Queued
 from stoker.ipc.status import WaitStatus
 from stoker.kv.sequence import ParkForm
+from stoker.wording import count_text
 
 if TYPE_CHECKING:
     from collections.abc import Collection
@@ -21,6 +24,7 @@ if TYPE_CHECKING:
     from stoker.engine.jobs.preparations import Preparations
     from stoker.engine.jobs.prepare import PrepContext
     from stoker.engine.jobs.table import JobTable
+    from stoker.engine.residency.load import Load
     from stoker.engine.runners.runner import ModelRunner
     from stoker.errors import StokerError
     from stoker.ipc.commands import Submit, TextQuestion
@@ -113,6 +117,12 @@ class PendingRequests:
             self._preparations.answer(ask, runner.prep)
 
     def _prepare(self, job: Job, runner: ModelRunner) -> None:
+        load = runner.load
+        if (error := cannot_go_on(job.submit, load)) is not None:
+            self._jobs.fail(job, error, time.monotonic())
+            return
+        if job.submit.made_for and load is not None:  # from here on its tokens are this way's
+            job.submit = replace(job.submit, made_for=load.way.served_by, vocabulary=load.vocabulary)
         job.preparation = self._preparations.prepare(job.submit, runner.prep, job.arrival_s)
 
     def prepared_in_vain(self, job: Job, runner: ModelRunner | None) -> None:
@@ -145,3 +155,46 @@ def _status(job: Job, position: int | None) -> WaitStatus:
         position=position,
         form=ParkForm.TOKENS if job.has_begun else None,
     )
+
+
+def cannot_go_on(submit: Submit, load: Load | None) -> StokerError | None:
+    """Why a request ends, as another backend or file serves its model than it was made for; None: it goes on.
+
+    Token ids mean the same where the vocabulary is the same. Text can be tokenised again, but that of a chat
+    holds what one model's template wrote (docs/adr/0032).
+
+    Args:
+        submit: the request.
+        load: how its model came into memory; None: nothing is known of that.
+    """
+    if load is None or submit.made_for in {"", load.way.served_by}:
+        return None
+    if submit.vocabulary and submit.vocabulary == load.vocabulary:
+        return None
+    num_tokens = sum(map(len, submit.generated))
+    if num_tokens:
+        what = f"{count_text(num_tokens, 'token')} were delivered, which it cannot continue"
+    elif _has_ids(submit):
+        what = "the request holds token ids, which mean something else to it"
+    elif submit.request.is_chat and not _has_same_template(submit, load):
+        what = "the conversation was laid out for another chat template"
+    else:
+        return None
+    text = f"{submit.request.model} is served by {load.way.served_by} now, not by {submit.made_for}"
+    return BackendChangedError(
+        f"{text}: {what}; ask again",
+        retry_after_s=1.0,
+        before=submit.made_for,
+        after=load.way.served_by,
+        num_tokens=num_tokens,
+    )
+
+
+def _has_ids(submit: Submit) -> bool:
+    return not isinstance(submit.request.prompt, str) or bool(submit.request.sampling.logit_bias)
+
+
+def _has_same_template(submit: Submit, load: Load) -> bool:
+    """Whether the way that it was made for has the template of the one that serves."""
+    made_for = [way for way in load.spec.ways if way.served_by == submit.made_for]
+    return bool(made_for) and made_for[0].chat_template == load.way.chat_template

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from stoker.engine.residency.streamed import lower
 from stoker.errors import TooHotError
 from stoker.ipc.events import HeatMoved, PressureMoved, RungTaken
 from stoker.ipc.status import DeviceStatus, MemoryStatus
@@ -42,6 +43,8 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 RETRY_AFTER_HEAT_S = 30.0
+LOWERED_PART = 0.5
+"""Of their budgets of pages, what models whose experts are read as needed keep while limits are lowered."""
 
 
 THRESHOLDS = {
@@ -171,7 +174,9 @@ class PressureHandler:
             case Rung.PARK_INTERACTIVE:
                 self._residency.is_barred = True
                 return self._residency.step_aside(now)
-            case Rung.LOWER_LIMITS | Rung.PAUSE_BACKGROUND:
+            case Rung.LOWER_LIMITS:
+                return lower(self._runners, LOWERED_PART)
+            case Rung.PAUSE_BACKGROUND:
                 pass  # the throttle follows what is taken
         return 0
 
@@ -186,6 +191,8 @@ class PressureHandler:
                 self._store.release()
             case Rung.PARK_INTERACTIVE:
                 self._residency.is_barred = False
+            case Rung.LOWER_LIMITS:
+                lower(self._runners, 1.0)
             case _:
                 pass  # one-shots come back by use; the rest is the throttle's
         return 0

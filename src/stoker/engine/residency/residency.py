@@ -8,7 +8,6 @@ model is its runner's.
 from __future__ import annotations
 
 import logging
-import math
 from typing import TYPE_CHECKING
 
 from msgspec.structs import replace
@@ -17,7 +16,6 @@ from stoker.backends.protocol.encoding import Encoder
 from stoker.engine.inbox import Loaded, LoadFailed, LoadMoved, LoadStop, Sized
 from stoker.engine.residency.catalogue import (
     Catalogue,
-    Load,
     MemoryShare,
     Missing,
     OnDevicesLines,
@@ -26,14 +24,16 @@ from stoker.engine.residency.catalogue import (
     Swaps,
     model_info,
 )
+from stoker.engine.residency.load import Load, conflict
+from stoker.engine.residency.streamed import streaming_status
 from stoker.engine.runners.oneshot import OneShotRunner
 from stoker.engine.runners.slots import SlotRunner
 from stoker.engine.runners.status import model_status
-from stoker.errors import InsufficientMemoryError, ModelInUseError, StokerError
+from stoker.errors import InsufficientMemoryError, StokerError
 from stoker.ipc.commands import KnowModel, LoadModel, LostDevices, PinModel, UnloadModel
 from stoker.ipc.events import ModelState, Reply
 from stoker.ipc.model import ModelLife
-from stoker.wording import count_text
+from stoker.models.memory_estimate.fit import Fit
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from stoker.backends.protocol.backend import Backend
     from stoker.engine.inbox import LoadPost
     from stoker.engine.jobs.table import JobTable
-    from stoker.engine.residency.load_threads import LoadThreads
+    from stoker.engine.residency.load import LoadThreads
     from stoker.engine.residency.pending import PendingRequests
     from stoker.engine.runners.runner import ModelRunner
     from stoker.engine.runners.turns import Runners
@@ -139,7 +139,12 @@ class Residency:
 
     def status(self, now: float) -> list[ModelStatus]:
         """Every served model, for status pages."""
-        return [model_status(served, self._leases(served), now) for served in self._catalogue]
+        return [
+            model_status(
+                served, self._leases(served), now, streaming_status(self._runners.find(served.spec.id))
+            )
+            for served in self._catalogue
+        ]
 
     def _leases(self, served: ServedModel) -> int:
         """Requests that need it: on it, or on their way to it."""
@@ -189,29 +194,9 @@ class Residency:
         self._retry_s.pop(spec.id, None)
 
     def _conflict(self, spec: ModelSpec, n_ctx: int) -> StokerError | None:
-        """Why a model in memory cannot give way to `spec` with a context of `n_ctx` (0: the file's own) now.
-
-        A request that runs, waits or stands still there must not end for want of context that it had, nor go
-        on in another file. One that is not tokenised yet may come to hold all the context there is.
-        """
+        """Why what is in memory cannot give way to `spec` with a context of `n_ctx` now; 0: its own."""
         runner = self._runners.find(spec.id)
-        if runner is None:
-            return None
-        contexts = self._contexts(spec.id, runner)
-        if runner.spec.path != spec.path and contexts:
-            text = f"{spec.id} is loaded from another file, which {count_text(len(contexts), 'request')} need"
-            return ModelInUseError(f"{text}; load it when they have ended", num_requests=len(contexts))
-        now_n_ctx = (runner.load.spec.most_tokens if runner.load else 0) or math.inf
-        unfit = [num for num in contexts if 0 < n_ctx < num]
-        if not unfit or n_ctx >= now_n_ctx:  # backends round up: as much again is enough for what ran on it
-            return None
-        return ModelInUseError(
-            f"{count_text(len(unfit), 'request')} on {spec.id} may come to hold up to {max(unfit)} tokens,"
-            f" for which a context (ctx_size) of {n_ctx} has no room; load it so when they have ended",
-            param="ctx_size",
-            num_requests=len(unfit),
-            n_ctx=max(unfit),
-        )
+        return None if runner is None else conflict(spec, n_ctx, runner, self._contexts(spec.id, runner))
 
     def _unask(self, model: str, now: float) -> None:
         served = self._catalogue.find(model)
@@ -243,6 +228,12 @@ class Residency:
         """The models in memory; None: one is half loaded or half freed."""
         is_loading = self._load is not None and self._load.fitted is not None
         return None if is_loading or self._departed else tuple(self._runners)
+
+    @property
+    def is_mapping(self) -> bool:
+        """Whether a model is loaded whose experts are read as they are needed."""
+        fitted = self._load.fitted if self._load is not None else None
+        return fitted is not None and fitted.fit is Fit.STREAMS
 
     # ------------------------------------------------------------ a turn
 
@@ -292,8 +283,12 @@ class Residency:
         self._load = Load(served, served.spec, LoadStop(), now, is_reload=served.life is ModelLife.READY)
         if not self._load.is_reload:
             served.move(ModelLife.LOADING)
-        self._come_to(self._load, "header")
-        self._threads.size(self._load.stop, served.spec)
+        self._size(self._load)
+
+    def _size(self, load: Load) -> None:
+        """Look at the way that is tried now."""
+        self._come_to(load, "header")
+        self._threads.size(load.stop, load.way, may_pass_on=bool(load.rest))
 
     def _come_to(self, load: Load, stage: str) -> None:
         """A load enters a stage; published at once, so that a crash in it is charged to it."""
@@ -336,15 +331,19 @@ class Residency:
             case LoadMoved(_, stage, fraction) if not load.is_reload:  # that model is ready all the while
                 load.told(stage, fraction)
                 self._tell(load.served)
-            case Loaded(_, _, backend):
+            case Loaded(_, _, backend, vocabulary):
+                load.vocabulary = vocabulary
                 self._take_in(load, backend, now)
             case LoadFailed(_, InsufficientMemoryError() as error) if load.learn(error):
                 log.warning("%s is tried with less: %s", load.spec.id, error)
                 load.fitted = None
                 self._place(load, now)
             case LoadFailed(_, error):
-                log.warning("%s could not be loaded: %s", load.spec.id, error)
-                self._refuse(load.served, error, now)
+                log.warning("%s could not be loaded as %s: %s", load.spec.id, load.way.served_by, error)
+                if load.pass_on(error):
+                    self._size(load)
+                else:
+                    self._refuse(load.served, load.failure, now)
 
     def _is_the_same(self, load: Load) -> bool:
         """Same file, same settings: there is nothing to do (SPEC R5)."""
@@ -364,7 +363,7 @@ class Residency:
         share = MemoryShare(models=tuple(others) if load.served.may_evict else ())
         load.look_s = now + LOOK_AGAIN_S
         load.least_n_ctx = self._least_context(load)
-        if load.is_reload and (error := self._conflict(load.spec, load.spec.most_tokens)):
+        if load.is_reload and (error := self._conflict(load.wanted, load.spec.most_tokens)):
             self._refuse(load.served, error, now)
             return
         try:
@@ -376,7 +375,8 @@ class Residency:
             load.fitted = fitted
             self._call_off(load.spec.id)
             self._come_to(load, "weights")
-            self._threads.load(load.stop, fitted.spec, is_suspect=load.served.is_suspect)
+            is_suspect = load.served.is_suspect and not load.errors  # of the way that ended an engine
+            self._threads.load(load.stop, fitted.spec, is_suspect=is_suspect, has_ways=load.has_ways)
             return
         if load.stage != "waiting":
             self._come_to(load, "waiting")
@@ -426,7 +426,7 @@ class Residency:
     def _take_in(self, load: Load, backend: Backend | Encoder, now: float) -> None:
         served, fitted = load.served, load.fitted
         assert fitted is not None, f"{load!r} was loaded without a fit"
-        if error := self._conflict(load.spec, backend.capabilities.n_ctx):  # of those that came meanwhile
+        if error := self._conflict(load.wanted, backend.capabilities.n_ctx):  # of those that came meanwhile
             backend.close()
             self._refuse(served, error, now)
             return
@@ -438,6 +438,7 @@ class Residency:
         self._runners.add(runner)
         if not load.is_reload:
             served.move(ModelLife.READY)
+        served.reason = load.passed_over_text
         served.size, served.on_devices = self._placement.settle(fitted, runner)
         served.degraded = runner.degraded
         served.used_s = served.loaded_s = now
@@ -505,7 +506,7 @@ class Residency:
         """It need not go any more."""
         served, runner = self._catalogue.get(model), self._runners.find(model)
         if served.life is ModelLife.UNLOADING and served.reason != ASKED_TO and runner is not None:
-            served.move(ModelLife.READY)
+            served.move(ModelLife.READY, runner.load.passed_over_text if runner.load else "")
             self._tell(served)
             self._pending.let_in(runner)
 
@@ -569,6 +570,7 @@ class Residency:
     def _tell(self, served: ServedModel, error: StokerError | None = None, stage: str = "") -> None:
         """Where a model is; `stage` is that of another load of one that is ready."""
         runner = self._runners.find(served.spec.id) if served.life is ModelLife.READY else None
+        load = self._load if self._load is not None and self._load.served is served else None
         self._events.append(
             ModelState(
                 model=served.spec.id,
@@ -578,5 +580,7 @@ class Residency:
                 info=model_info(runner) if runner is not None and not stage else None,
                 error=None if error is None else error.info(),
                 reason=served.reason,
+                path=load.way.path if load else "",
+                backend=load.way.backend if load else "",
             )
         )

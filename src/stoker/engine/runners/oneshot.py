@@ -16,6 +16,7 @@ import numpy as np
 from stoker.backends.protocol.scoring import LEAST_SLICE, ScoringLane
 from stoker.engine.jobs.candidates import ScoringPass
 from stoker.engine.jobs.prepare import PrepContext
+from stoker.engine.jobs.vocabulary import vocabulary_sample
 from stoker.engine.runners.queue import OneShotQueue, shared_text
 from stoker.engine.runners.runner import Contender
 from stoker.errors import (
@@ -41,7 +42,7 @@ if TYPE_CHECKING:
     from stoker.backends.protocol.encoding import Encoder
     from stoker.engine.jobs.job import Job, JobQueue
     from stoker.engine.jobs.table import JobTable
-    from stoker.engine.residency.catalogue import Load
+    from stoker.engine.residency.load import Load
     from stoker.engine.threads.timer import StepTimer
     from stoker.ipc.model import ModelSpec
     from stoker.ipc.request import Priority
@@ -104,6 +105,7 @@ class OneShotRunner:
             _NO_BOUND,
             Workspace(limits.n_vocab),
             model=spec.id,
+            vocabulary_sample=vocabulary_sample(encoder.vocabulary, limits.n_vocab),
             fingerprint=limits.fingerprint,
             scores_pairs=self._is_reranker,
             max_text_tokens=limits.n_ctx,

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from stoker.backends.protocol.encoding import Encoder
     from stoker.engine.jobs.job import Job, JobQueue
     from stoker.engine.jobs.prepare import PrepContext
-    from stoker.engine.residency.catalogue import Load
+    from stoker.engine.residency.load import Load
     from stoker.ipc.model import ModelSpec
     from stoker.ipc.request import Priority
     from stoker.ipc.status import SlotStatus

@@ -10,6 +10,7 @@ import logging
 from typing import TYPE_CHECKING
 
 from stoker.engine.jobs.prepare import PrepContext
+from stoker.engine.jobs.vocabulary import vocabulary_sample
 from stoker.engine.runners.image_encoder import ImageEncoder
 from stoker.engine.runners.oneshot import ChoiceSteps
 from stoker.engine.runners.runner import Contender
@@ -38,7 +39,7 @@ if TYPE_CHECKING:
     from stoker.cache.prefix_cache import PrefixCache
     from stoker.engine.jobs.job import Job, JobQueue
     from stoker.engine.jobs.table import JobTable
-    from stoker.engine.residency.catalogue import Load
+    from stoker.engine.residency.load import Load
     from stoker.engine.threads.timer import StepTimer
     from stoker.ipc.model import ModelSpec
     from stoker.ipc.request import Priority
@@ -92,6 +93,7 @@ class SlotRunner:
             limits.n_ctx,
             Workspace(limits.n_vocab),
             model=spec.id,
+            vocabulary_sample=vocabulary_sample(backend.vocabulary, limits.n_vocab),
             fingerprint=limits.fingerprint,
             state_layout=limits.state_layout,
             cache_mode=spec.cache_mode,

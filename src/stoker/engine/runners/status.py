@@ -14,11 +14,14 @@ if TYPE_CHECKING:
 
     from stoker.engine.residency.catalogue import ServedModel
     from stoker.engine.runners.runner import ModelRunner
+    from stoker.ipc.status import StreamingStatus
     from stoker.kv.sequence import Sequence
     from stoker.scheduler.scheduler import Scheduler
 
 
-def model_status(served: ServedModel, leases: int, now: float) -> ModelStatus:
+def model_status(
+    served: ServedModel, leases: int, now: float, streaming: StreamingStatus | None = None
+) -> ModelStatus:
     """A served model as it is now."""
     due_s = None if leases else served.due_s()
     return ModelStatus(
@@ -33,6 +36,7 @@ def model_status(served: ServedModel, leases: int, now: float) -> ModelStatus:
         unload_in_s=None if due_s is None else max(0.0, due_s - now),
         degraded=list(served.degraded),
         reason=served.reason,
+        streaming=streaming,
     )
 
 

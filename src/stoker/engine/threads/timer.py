@@ -28,6 +28,8 @@ UNMEASURED_STEP_S = 60.0
 """What the first step may take, before any was measured: weights may still come from the disk."""
 SLACK = 10.0
 """A step may take that many times its prediction, and never less than the watchdog's time."""
+SLOWEST_DISK = 50e6
+"""Bytes a second: a step that may have to read experts from disk may take as long as that takes."""
 READ_EVERY_S = 0.5
 STALL_S = 1.0
 """A reading this late means that the process stood still: it was stopped, or the whole machine was."""
@@ -49,12 +51,14 @@ class Stopwatch:
     Attributes:
         num_steps: steps that succeeded.
         busy_s: seconds spent in them; those of several devices add up.
+        reading_s: what any step may take, as a model in memory may have to read its experts from disk.
     """
 
     def __init__(self, watchdog_s: float) -> None:
         self.watchdog_s = watchdog_s
         self.num_steps = 0
         self.busy_s = 0.0
+        self.reading_s = 0.0
         self._token_s: float | None = None
         self._running: dict[Place, tuple[float, float]] = {}
         self._read_s: float | None = None
@@ -66,7 +70,7 @@ class Stopwatch:
     def begin(self, num_tokens: int, place: Place = EVERYWHERE) -> None:
         """A native step over `num_tokens` starts."""
         predicted_s = UNMEASURED_STEP_S / SLACK if self._token_s is None else num_tokens * self._token_s
-        self._running[place] = (self.now(), max(self.watchdog_s, SLACK * predicted_s))
+        self._running[place] = (self.now(), max(self.watchdog_s, SLACK * predicted_s, self.reading_s))
 
     def end(self, num_tokens: int, place: Place = EVERYWHERE) -> float:
         """It succeeded; its cost per token is remembered, large ones fade slowly.
@@ -150,6 +154,7 @@ class StepTimer:
         self.in_flight: dict[Place, Callable[[], None]] = {}
         self._clock = clock
         self._models: list[TimedModel] = []
+        self._readers: list[tuple[TimedModel, float]] = []
         self._controller: ThreadController | None = None
         self._watch = CoreWatch()
         self._watch.read(time.monotonic())  # the first step asks what others used since then
@@ -182,6 +187,9 @@ class StepTimer:
         num_threads = threads.num_threads if threads is not None else 0
         cost.use_threads(num_threads)
         model = TimedModel(threads if backend.capabilities.computes_on_cpu else None, cost, num_threads)
+        if (pages := backend.extensions.pages) is not None:
+            self._readers.append((model, pages.stats().size_bytes / SLOWEST_DISK))
+            self._clock.reading_s = max(reading_s for _, reading_s in self._readers)
         if model.threads is not None:
             self._models.append(model)
             self._renew()
@@ -190,6 +198,8 @@ class StepTimer:
     def leave(self, model: TimedModel) -> None:
         """A model goes."""
         self.learn()
+        self._readers = [each for each in self._readers if each[0] is not model]
+        self._clock.reading_s = max((reading_s for _, reading_s in self._readers), default=0.0)
         if model in self._models:
             self._models.remove(model)
             self._renew()

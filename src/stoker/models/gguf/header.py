@@ -24,7 +24,7 @@ from stoker.models.gguf.tensor_types import FILE_TYPES, TENSOR_TYPES
 from stoker.wording import params_text
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterator, Mapping
 
 _DECODERS = frozenset(
     """
@@ -298,6 +298,25 @@ def read_header(path: str | Path) -> GgufHeader:
         block_count=limits.block_count,
         embedding_length=limits.embedding_length,
     )
+
+
+@dataclass(frozen=True, slots=True)
+class TensorPlace:
+    """Where a tensor's bytes lie: in which file, from which byte on."""
+
+    name: str
+    path: Path
+    start: int
+    size_bytes: int
+
+
+def tensor_places(header: GgufHeader) -> Iterator[TensorPlace]:
+    """Where each tensor lies, by the tables of all shards, which are read again. Raises ModelFileError."""
+    for path in header.shards:
+        with BoundedFile(path) as file:
+            layout = _read_layout(file)
+        for tensor in layout.tensors:
+            yield TensorPlace(tensor.name, path, layout.data_offset + tensor.offset, tensor.size_bytes)
 
 
 def read_tables(path: Path) -> tuple[Mapping[str, Scalar | GgufArray], tuple[TensorInfo, ...]]:

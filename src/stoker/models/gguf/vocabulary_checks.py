@@ -81,10 +81,12 @@ def _array(
 def _read_words(file: BoundedFile, tokens: GgufArray) -> set[bytes]:
     # The native library keys tokens by their C strings and asserts that all differ; empty ones get a name.
     file.seek(tokens.offset)
-    words = [
-        raw if raw and 0 not in raw else raw.split(b"\0", 1)[0] or f"[EMPTY_{index}]".encode()
-        for index, raw in enumerate(file.strings(tokens.length, _PREFIX + "tokens"))
-    ]
+    words = file.strings(tokens.length, _PREFIX + "tokens")
+    if 0 in b"".join(words) or not all(words):
+        words = [
+            raw if raw and 0 not in raw else raw.split(b"\0", 1)[0] or f"[EMPTY_{index}]".encode()
+            for index, raw in enumerate(words)
+        ]
     distinct = set(words)
     if len(distinct) != len(words):
         word, count = Counter(words).most_common(1)[0]

@@ -11,6 +11,7 @@ import re
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -27,18 +28,27 @@ _PREFERRED = ("Q4_K_M", "Q4_K_S", "Q4_", "IQ4_", "Q5_K_M", "Q5_", "Q6_K", "Q8_0"
 # A projector, an importance matrix or a draft head is no model of its own.
 _COMPANION = re.compile(r"(^|[/._-])(mmproj|imatrix|mtp|vocab)([._-]|$)", re.IGNORECASE)
 _NAMES_SHOWN = 8
+FOLDER_CONFIG = "config.json"
+_FOLDERS = {
+    "safetensors": (
+        "model*.safetensors",
+        ("model*.safetensors", "*.json", "*.jinja", "*.tiktoken", "*.txt", "tokenizer.model"),
+    ),
+    "mnn": ("llm.mnn", ("*.mnn", "*.weight", "*.json", "*.jinja", "*.txt", "*.mtok", "*.bin")),
+}
+"""Models that are folders: what selects each, by what a repository is known to have one, and its files."""
 
 
 @dataclass(frozen=True, slots=True)
 class HubReference:
-    """A repository; `selector` is a file name, a quantisation, or empty for a sensible choice."""
+    """A repository; `selector` is a file name, a quantisation, a kind of folder, or empty: what suits."""
 
     repo: str
     selector: str = ""
 
     @classmethod
     def parse(cls, text: str) -> HubReference:
-        """Read `REPO`, `REPO:FILE` or `REPO:QUANT`. Raises InvalidRequestError on anything else."""
+        """Read `REPO`, `REPO:FILE`, `REPO:QUANT`, `REPO:safetensors`. Raises InvalidRequestError."""
         repo, _, selector = text.strip().partition(":")
         if not _REPO.fullmatch(repo) or ".." in repo or "--" in repo:
             raise InvalidRequestError(
@@ -51,23 +61,41 @@ class HubReference:
     def choose(self, names: Sequence[str]) -> tuple[str, ...]:
         """The files to get out of a repository's, all shards of a split model, the first one first.
 
+        Of a model that is a folder they are all its files; the last is config.json, without which it is none.
+
         Raises:
             ModelNotFoundError: there is no such file; lists what there is.
         """
+        if whole := self._folder(names):
+            return whole
         files = sorted(name for name in names if name.lower().endswith(".gguf"))
         chosen = self._pick(files)
         if chosen is None:
             shown = ", ".join(files[:_NAMES_SHOWN]) + (", ..." if len(files) > _NAMES_SHOWN else "")
             wanted = f"no GGUF file that matches {self.selector!r}" if self.selector else "no GGUF file"
-            raise ModelNotFoundError(
-                f"{self.repo} has {wanted}; it has: {shown or 'none at all'}", repo=self.repo
+            text = (
+                f"{self.repo} has {wanted} and no folder of safetensors; GGUF files: {shown or 'none at all'}"
             )
+            raise ModelNotFoundError(text, repo=self.repo)
         folder, slash, name = chosen.rpartition("/")
         shards = tuple(folder + slash + each for each in shard_names(name))
         missing = [each for each in shards if each not in files]
         if missing:
             raise ModelNotFoundError(f"{self.repo} lacks the shard {missing[0]}", repo=self.repo)
         return shards
+
+    def _folder(self, names: Sequence[str]) -> tuple[str, ...]:
+        """Those of a model that is a folder; none where the repository has none, or another is meant."""
+        wanted = self.selector.casefold()
+        if wanted not in _FOLDERS and (wanted or any(name.lower().endswith(".gguf") for name in names)):
+            return ()
+        here = sorted(name for name in names if "/" not in name)
+        for kind, (sign, files) in _FOLDERS.items():
+            is_one = FOLDER_CONFIG in here and any(fnmatchcase(name, sign) for name in here)
+            if is_one and wanted in {"", kind}:
+                kept = [name for name in here if any(fnmatchcase(name, file) for file in files)]
+                return *(name for name in kept if name != FOLDER_CONFIG), FOLDER_CONFIG
+        return ()
 
     def _pick(self, files: list[str]) -> str | None:
         folded = {name.casefold(): name for name in files}

@@ -35,7 +35,7 @@ from stoker.errors import (
     MachineSetupError,
     ModelNotFoundError,
 )
-from stoker.models.hub.downloads import HubReference, check_file_name
+from stoker.models.hub.downloads import FOLDER_CONFIG, HubReference, check_file_name
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -61,7 +61,7 @@ class PullRequest:
     """What to get and where to.
 
     Attributes:
-        reference: `OWNER/REPO`, `OWNER/REPO:FILE` or `OWNER/REPO:QUANT`.
+        reference: `OWNER/REPO`, `OWNER/REPO:FILE`, `OWNER/REPO:QUANT` or `OWNER/REPO:safetensors`.
         models_dir: the file comes to lie in `models_dir/OWNER/REPO/`.
         revision: branch, tag or commit.
         endpoint: address of the hub; None: the one huggingface_hub is set to.
@@ -92,6 +92,10 @@ class _RemoteFile:
         return (self.sha256 or self.git_sha1 or "unknown")[:12]
 
 
+class _DamagedError(DownloadError):
+    """What arrived has another hash."""
+
+
 def pull(request: PullRequest, on_progress: Progress) -> Path:
     """Download what the reference means, all shards of it; what is already there and intact is kept.
 
@@ -100,7 +104,7 @@ def pull(request: PullRequest, on_progress: Progress) -> Path:
         on_progress: called with (bytes of the file here, bytes it has, its name), on the caller's thread.
 
     Returns:
-        The (first) GGUF file.
+        The (first) GGUF file, or the folder of a model that is one.
 
     Raises:
         InvalidRequestError: the reference makes no sense.
@@ -117,7 +121,7 @@ def pull(request: PullRequest, on_progress: Progress) -> Path:
         paths = [_fetch(request, file, folder.joinpath(*file.name.split("/")), on_progress) for file in files]
     except OSError as error:
         raise MachineSetupError(f"{folder} cannot be written: {error.strerror or error}") from error
-    return paths[0]
+    return folder if paths[-1].name == FOLDER_CONFIG else paths[0]
 
 
 def _remote_files(request: PullRequest, reference: HubReference) -> list[_RemoteFile]:
@@ -165,6 +169,15 @@ def _check_room(files: list[_RemoteFile], folder: Path) -> None:
 
 
 def _fetch(request: PullRequest, file: _RemoteFile, path: Path, on_progress: Progress) -> Path:
+    """One file, and once more where what arrived is not what was announced."""
+    try:
+        return _fetch_once(request, file, path, on_progress)
+    except _DamagedError as error:
+        _log.warning("%s It is fetched again.", error)
+        return _fetch_once(request, file, path, on_progress)
+
+
+def _fetch_once(request: PullRequest, file: _RemoteFile, path: Path, on_progress: Progress) -> Path:
     if path.is_file() and _is_intact(file, path):
         on_progress(file.size_bytes, file.size_bytes, file.name)
         return path
@@ -178,7 +191,7 @@ def _fetch(request: PullRequest, file: _RemoteFile, path: Path, on_progress: Pro
         os.fsync(output.fileno())
         if not _is_intact(file, partial):
             partial.unlink()
-            raise DownloadError(
+            raise _DamagedError(
                 f"{file.name}: what arrived is not what the hub announced"
                 f" ({file.size_bytes} bytes, hash {file.tag}...); it was removed, pull again"
             )

@@ -21,9 +21,17 @@ from stoker.ipc.model import KVLayout, ModelClass
 from stoker.models.gguf.bounded_file import GgufArray
 from stoker.models.gguf.header import read_header
 from stoker.models.gguf.tensor_types import TENSOR_TYPES
-from stoker.models.memory_estimate.fit import Estimate, Estimator
+from stoker.models.memory_estimate.fit import Estimate, Estimator, HostExperts
 from stoker.models.memory_estimate.layers import Layer, Layers, Widths, read_layers, read_widths
-from stoker.models.memory_estimate.shares import HOST, ModelParts, places, read_parts, weights_by_device
+from stoker.models.memory_estimate.shares import (
+    HOST,
+    ModelParts,
+    host_expert_bytes,
+    is_expert,
+    places,
+    read_parts,
+    weights_by_device,
+)
 from stoker.models.seq2seq import num_cells
 
 if TYPE_CHECKING:
@@ -133,9 +141,13 @@ class _Model:
     def estimate(self, spec: ModelSpec) -> Estimate:
         shape = self._shape_of(spec)
         where = places(spec.placement, self.parts.num_layers)
+        generates = not (self._is_encoder or self._reads_sources)
+        expert_bytes = host_expert_bytes(self.parts, spec.placement) if generates else 0
+        streamed = expert_bytes if spec.placement.streams_experts else 0
         lines = {
-            "weights": sum(tensor.size_bytes for tensor in self.header.tensors),
-            "repacked": _repacked_bytes(self.header),
+            "weights": sum(tensor.size_bytes for tensor in self.header.tensors) - streamed,
+            "experts": min(streamed, spec.placement.expert_budget or 0),
+            "repacked": _repacked_bytes(self.header, with_experts=not streamed),
             "kv": self._cell_bytes(shape, spec.kv_type) + self._state_bytes(shape),
             "compute": self._compute_bytes(shape) + self._output_bytes(shape),
             "other": self._other_bytes(shape),
@@ -144,7 +156,7 @@ class _Model:
         }
         on_devices: dict[str, dict[str, int]] = {}
         if any(where):
-            lines, on_devices = self._dealt_out(spec, shape, where, lines)
+            lines, on_devices = self._dealt_out(spec, shape, where, lines, streamed)
         return Estimate(
             lines={name: size for name, size in lines.items() if size},
             n_ctx=self._text_tokens(spec) if self._is_encoder else shape.cells,
@@ -153,15 +165,20 @@ class _Model:
             on_devices=on_devices,
             num_layers=self.parts.num_layers,
             has_experts=self.parts.has_experts,
+            experts=HostExperts(
+                size_bytes=expert_bytes,
+                active_bytes=math.ceil(expert_bytes * self.parts.active_part),
+                is_streamed=lines["experts"] < streamed,
+            ),
         )
 
     def _dealt_out(
-        self, spec: ModelSpec, shape: _Shape, where: tuple[str, ...], lines: dict[str, int]
+        self, spec: ModelSpec, shape: _Shape, where: tuple[str, ...], lines: dict[str, int], streamed: int
     ) -> tuple[dict[str, int], dict[str, dict[str, int]]]:
-        """The lines in all, and what of them lies on devices, by id."""
+        """The lines in all, and what of them lies on devices, by id; `streamed` bytes are no weights."""
         held = {device: dict.fromkeys(("weights", "kv", "compute"), 0) for device in (HOST, *where)}
         for device, size in weights_by_device(self.parts, spec.placement).items():
-            held[device]["weights"] = size
+            held[device]["weights"] = size - (streamed if device == HOST else 0)
         cells = [self._layer_bytes(layer, shape, spec.kv_type) for layer in self.layers.each]
         for device, size in zip(where, cells, strict=False):
             held[device if spec.placement.kv_offload else HOST]["kv"] += size
@@ -176,7 +193,7 @@ class _Model:
         for line in ("adapters", "projector"):
             held[extra][line] = lines[line]
         held[HOST]["repacked"] = min(lines["repacked"], held[HOST]["weights"]) if HOST in where else 0
-        held[HOST]["other"] = lines["other"]
+        held[HOST] |= {line: lines[line] for line in ("other", "experts")}
         names = dict.fromkeys((*lines, *held[HOST]))
         total = {name: sum(part.get(name, 0) for part in held.values()) for name in names}
         return total, {device: part for device, part in held.items() if device}
@@ -360,9 +377,10 @@ def _rounded(cells: int) -> int:
     return math.ceil(cells / _CELL_ROUNDING) * _CELL_ROUNDING
 
 
-def _repacked_bytes(header: GgufHeader) -> int:
+def _repacked_bytes(header: GgufHeader, *, with_experts: bool) -> int:
     has_output = any(tensor.name == "output.weight" for tensor in header.tensors)
-    return sum(tensor.size_bytes for tensor in header.tensors if _is_repacked(tensor, has_output))
+    laid_out = (tensor for tensor in header.tensors if with_experts or not is_expert(tensor.name))
+    return sum(tensor.size_bytes for tensor in laid_out if _is_repacked(tensor, has_output))
 
 
 def _is_repacked(tensor: TensorInfo, has_output: bool) -> bool:  # noqa: FBT001 - a fact about the file

@@ -27,15 +27,38 @@ _SHARES = (4, 2, 1)
 """Such streams, by a slot's share of the pool that was asked for."""
 _SLOTS = (4, 2, 1)
 _TIGHT_FRACTION = 10  # less than a tenth of the limit left over counts as tight
+FITS_PERCENT = 75
+"""Of the limit: what takes more is tight."""
+MOST_PERCENT = 90
+"""Of the limit: what one model may take."""
+MOST_STREAMED = 3
+"""Limits: a mixture of experts may take so many if its experts are read as they are needed. Of a larger one
+so few stay in memory that nearly each is read for each token."""
 
 
 class Fit(StrEnum):
-    """How a model fits: as asked, barely, cut down, or not however it is cut down."""
+    """How a model fits: as asked, barely, cut down, with experts left on disk, or not at all."""
 
     FITS = "fits"
     TIGHT = "tight"
     DEGRADED = "degraded"
+    STREAMS = "streams"
     TOO_LARGE = "too_large"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HostExperts:
+    """Weights of experts that host memory holds, in bytes.
+
+    Attributes:
+        size_bytes: of all of them.
+        active_bytes: of those that one token is computed with.
+        is_streamed: not all stay in memory; the others are read from the file as they are needed.
+    """
+
+    size_bytes: int = 0
+    active_bytes: int = 0
+    is_streamed: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,13 +66,14 @@ class Estimate:
     """What a model takes in memory, loaded as its spec says.
 
     Attributes:
-        lines: bytes by line of the ledger: weights, kv, compute, other.
+        lines: bytes by line of the ledger: weights, kv, compute, other; experts where they are streamed.
         n_ctx: cells it gets; of use where the spec leaves that to the model. 0: not known.
         kv_layout: what the cells of the spec are laid out as; "auto" counts as a pool.
         smaller_kv_types: what `kv_type` may be set to so that the same cells take less, largest first.
         on_devices: what of the lines lies on devices, by their ids, where the spec names such.
         num_layers: layers that a device may hold, the output counting as one; 0: not known.
         has_experts: whether layers have experts, which may stay in host memory.
+        experts: those that do.
     """
 
     lines: Mapping[str, int]
@@ -59,6 +83,7 @@ class Estimate:
     on_devices: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
     num_layers: int = 0
     has_experts: bool = False
+    experts: HostExperts = HostExperts()
 
     @property
     def total_bytes(self) -> int:
@@ -124,17 +149,18 @@ class MemoryBudget:
     @property
     def room_bytes(self) -> int:
         """What a model may take now."""
-        return max(0, min(self.free_bytes, self.limit_bytes) - self.margin_bytes)
+        return min(max(0, self.free_bytes - self.margin_bytes), self.most_bytes)
 
     @property
     def most_bytes(self) -> int:
         """What a model may take when there is nothing else."""
-        return max(0, self.limit_bytes - self.margin_bytes)
+        return max(0, min(self.limit_bytes - self.margin_bytes, self.limit_bytes * MOST_PERCENT // 100))
 
     def is_tight(self, total_bytes: int) -> bool:
-        """Whether it leaves less than the margin once more, or less than a tenth of the limit."""
+        """Whether it takes over 75 % of the limit, or leaves less than the margin once more, or a tenth."""
         reserve = max(self.margin_bytes, self.limit_bytes // _TIGHT_FRACTION)
-        return self.room_bytes - total_bytes < reserve
+        is_large = total_bytes > self.limit_bytes * FITS_PERCENT // 100
+        return is_large or self.room_bytes - total_bytes < reserve
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -160,8 +186,9 @@ def weigh(spec: ModelSpec, estimate: Estimator, budget: MemoryBudget, least_n_ct
     On devices all layers come first, with cells in streams where the layout is "auto" and those fit, with
     many slots also shorter ones, else in a pool; then with quantised cells, then, as far as its placement is
     "auto", with experts in host memory, with fewer layers, and on the CPU. In host memory the context is made
-    shorter, then cells are quantised (with as long a context as then fits), then there are fewer slots.
-    Devices are named by their ids.
+    shorter, then cells are quantised (with as long a context as then fits), then there are fewer slots. At
+    last the experts of a mixture are read from its mapped file as they are needed, if all of it takes at most
+    `MOST_STREAMED` limits, with a budget of what the rest leaves. Devices are named by their ids.
 
     Raises:
         InsufficientMemoryError: it would fit the machine, but not now, or a device cannot hold what was asked
@@ -176,7 +203,13 @@ def weigh(spec: ModelSpec, estimate: Estimator, budget: MemoryBudget, least_n_ct
             best = _fitted(Fit.DEGRADED, spec, asked, form, found)
             break
     if best is None:
-        return _too_large(spec, placing, least_n_ctx)
+        forms = tuple(_forms(spec, asked, placing, least_n_ctx))
+        streaming = _streaming(forms, placing, budget.room_bytes)
+        if streaming is None:
+            return _too_large(spec, placing, least_n_ctx, _streaming(forms, placing, budget.most_bytes))
+        best = _fitted(Fit.STREAMS, spec, asked, streaming, estimate(streaming))
+    if best.estimate.experts.is_streamed:
+        return replace(best, fit=Fit.STREAMS)
     if best.degraded:
         return best
     is_tight = budget.is_tight(best.estimate.host_bytes(budget.devices))
@@ -225,16 +258,52 @@ def _tries_streams(spec: ModelSpec, placing: Placing) -> bool:
     return found.kv_layout is KVLayout.STREAMS and found.n_ctx == whole.n_ctx
 
 
-def _too_large(spec: ModelSpec, placing: Placing, least_n_ctx: int) -> FittedSpec:
-    """The smallest form, which no machine like this can hold; raises InsufficientMemoryError of others."""
+def _streaming(forms: Iterable[ModelSpec], placing: Placing, room_bytes: int) -> ModelSpec | None:
+    """The first form that fits `room_bytes` of host memory without its experts; these get what it leaves.
+
+    That has to be enough for those of one token, else each would be read anew for each.
+    """
+    budget = placing.budget
+    for form in forms:
+        if not form.placement.mmap or form.placement.expert_budget is not None:
+            return None
+        bare = msgspec.structs.replace(
+            form, placement=msgspec.structs.replace(form.placement, expert_budget=0)
+        )
+        found = placing.estimate(bare)
+        host_bytes, experts = found.host_bytes(budget.devices), found.experts
+        if not experts.size_bytes or host_bytes + experts.size_bytes > MOST_STREAMED * budget.limit_bytes:
+            continue
+        left_bytes = room_bytes - host_bytes
+        if left_bytes >= max(1, experts.active_bytes) and not placing.short(found):
+            placement = msgspec.structs.replace(form.placement, expert_budget=left_bytes)
+            return msgspec.structs.replace(form, placement=placement)
+    return None
+
+
+def _too_large(
+    spec: ModelSpec, placing: Placing, least_n_ctx: int, streaming: ModelSpec | None
+) -> FittedSpec:
+    """The smallest form, which no machine like this can hold; raises InsufficientMemoryError of others.
+
+    `streaming` is how its experts could be read as they are needed if nothing else were in memory.
+    """
     estimate, budget = placing.estimate, placing.budget
+    if streaming is not None:
+        least = _fitted(Fit.STREAMS, spec, estimate(spec), streaming, estimate(streaming))
+        needed = least.estimate.host_bytes(budget.devices) - least.estimate.lines["experts"]
+        raise _no_room_now(spec, needed + least.estimate.experts.active_bytes, budget)
     least = smallest(spec, estimate, least_n_ctx, placing)
     if short := placing.short(least.estimate):
         raise _no_room_on(short[0], spec, least, placing)
     needed = least.estimate.host_bytes(budget.devices)
     if needed > budget.most_bytes:
         return least
-    raise InsufficientMemoryError(
+    raise _no_room_now(spec, needed, budget)
+
+
+def _no_room_now(spec: ModelSpec, needed: int, budget: MemoryBudget) -> InsufficientMemoryError:
+    return InsufficientMemoryError(
         f"{spec.id} needs {size_text(needed)} at the least, and {size_text(budget.margin_bytes)} have to stay"
         f" free; {size_text(max(0, budget.free_bytes))} can be had now",
         needed=needed,
@@ -313,6 +382,9 @@ def _fitted(fit: Fit, spec: ModelSpec, asked: Estimate, smaller: ModelSpec, foun
     if smaller.num_slots != spec.num_slots:
         phrases.append(f"{count_text(smaller.num_slots, 'slot')} instead of {spec.num_slots}")
     phrases += less_on_devices(spec, smaller, found.num_layers)
+    if found.experts.is_streamed:
+        kept, whole = size_text(found.lines.get("experts", 0)), size_text(found.experts.size_bytes)
+        phrases.append(f"{kept} of {whole} of experts in memory, the others read from disk as needed")
     return FittedSpec(fit=fit, spec=smaller, estimate=found, degraded=tuple(phrases))
 
 

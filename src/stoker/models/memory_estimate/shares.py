@@ -45,11 +45,13 @@ class ModelParts:
         layers: one for each layer.
         output_bytes: of what follows the last layer.
         input_bytes: of what comes before the first, which no device holds.
+        active_part: of the experts of a layer, what one token is computed with, 0 to 1.
     """
 
     layers: tuple[LayerBytes, ...]
     output_bytes: int
     input_bytes: int
+    active_part: float = 1.0
 
     @property
     def num_layers(self) -> int:
@@ -71,7 +73,7 @@ def read_parts(header: GgufHeader) -> ModelParts:
     for tensor in header.tensors:
         if block := _BLOCK.search(tensor.name):
             sizes[int(block[1])] += tensor.size_bytes
-            experts[int(block[1])] += tensor.size_bytes if _EXPERTS.search(tensor.name) else 0
+            experts[int(block[1])] += tensor.size_bytes if is_expert(tensor.name) else 0
         elif tensor.name.startswith(_INPUTS):
             before += tensor.size_bytes
             embeddings += tensor.size_bytes if tensor.name == "token_embd.weight" else 0
@@ -83,7 +85,29 @@ def read_parts(header: GgufHeader) -> ModelParts:
         layers=tuple(LayerBytes(all_bytes=sizes[at], expert_bytes=experts[at]) for at in range(count)),
         output_bytes=after + (0 if has_output else embeddings),
         input_bytes=before,
+        active_part=_active_part(header),
     )
+
+
+def is_expert(name: str) -> bool:
+    """Whether a tensor of that name holds experts of which a token needs some."""
+    return bool(_EXPERTS.search(name))
+
+
+def layer_of(name: str) -> int | None:
+    """The layer that a tensor of that name belongs to; None: to none."""
+    block = _BLOCK.search(name)
+    return int(block[1]) if block else None
+
+
+def _active_part(header: GgufHeader) -> float:
+    """By the numbers of the header; 1 where it has none that make sense."""
+    count, used = (
+        header.metadata.get(f"{header.architecture}.{key}") for key in ("expert_count", "expert_used_count")
+    )
+    if not isinstance(count, int) or not isinstance(used, int) or not 0 < used <= count:
+        return 1.0
+    return used / count
 
 
 def places(placement: PlacementSpec, num_layers: int) -> tuple[str, ...]:
@@ -119,3 +143,15 @@ def weights_by_device(parts: ModelParts, placement: PlacementSpec) -> Mapping[st
         held[device] += layer.all_bytes - kept
     held[where[-1]] += parts.output_bytes
     return held
+
+
+def host_expert_layers(parts: ModelParts, placement: PlacementSpec) -> frozenset[int]:
+    """Layers whose experts host memory holds."""
+    where = places(placement, parts.num_layers)[:-1]
+    kept = placement.cpu_moe or 0
+    return frozenset(at for at, device in enumerate(where) if device == HOST or at < kept)
+
+
+def host_expert_bytes(parts: ModelParts, placement: PlacementSpec) -> int:
+    """Bytes of experts that host memory holds."""
+    return sum(parts.layers[at].expert_bytes for at in host_expert_layers(parts, placement))

@@ -16,7 +16,7 @@ from stoker.server.context import models_now
 from stoker.server.metrics.families import counter, counters, gauge, gauges
 from stoker.server.metrics.live import live_requests
 from stoker.server.metrics.machine import devices, measured
-from stoker.server.metrics.served import active, served
+from stoker.server.metrics.served import active, served, streaming
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
@@ -68,6 +68,7 @@ class StatusCollector(Collector):
             _stored(engine),
             active(engine.activity),
             served(models_now(status, self.models)),
+            streaming(engine.models),
             measured(engine.memory),
             devices(engine.devices),
         )

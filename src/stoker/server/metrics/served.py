@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from stoker.ipc.model import ModelLife
 from stoker.ipc.request import Priority
-from stoker.server.metrics.families import gauges
+from stoker.server.metrics.families import counters, gauges
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
@@ -41,6 +41,27 @@ def served(models: Sequence[ModelStatus]) -> Iterable[Metric]:
     num_bytes = {(model.id, line): float(size) for model in models for line, size in model.bytes.items()}
     text = "What it takes by purpose; what it would take where it is not in memory."
     yield gauges("model_bytes", text, ["model", "line"], num_bytes)
+
+
+def streaming(models: Sequence[ModelStatus]) -> Iterable[Metric]:
+    """Experts that are read from disk as they are needed: what stays in memory, and what steps have read."""
+    found = [(model.id, model.streaming) for model in models if model.streaming is not None]
+    sizes = {
+        (model, part): float(size)
+        for model, one in found
+        for part, size in (("all", one.size), ("budget", one.budget), ("resident", one.resident))
+    }
+    text = "Experts read from disk as needed: all, what may stay in memory, and what is there."
+    yield gauges("expert_bytes", text, ["model", "part"], sizes)
+    for name, text, values in (
+        ("expert_read_bytes", "Read from disk by steps.", {m: float(one.read_bytes) for m, one in found}),
+        ("expert_read_seconds", "Time of steps that read from disk.", {m: one.read_s for m, one in found}),
+        ("expert_read_faults", "Page faults that waited.", {m: float(one.num_faults) for m, one in found}),
+    ):
+        yield counters(name, text, "model", values)
+    rates = {(model,): one.bytes_per_s for model, one in found}
+    text = "What the disk has given steps a second, the computing between included."
+    yield gauges("expert_read_bytes_per_second", text, _MODEL, rates)
 
 
 def slots_by_state(slots: Sequence[SlotStatus]) -> Metric:

@@ -28,7 +28,19 @@ if TYPE_CHECKING:
 MAX_FRAMES = 2048
 """Encoded events that are kept for others of the same key; past this the oldest goes."""
 KINDS = frozenset(
-    {"engine", "model", "pressure", "rung", "heat", "request", "steps", "memory", "cache", "snapshot"}
+    {
+        "engine",
+        "model",
+        "pressure",
+        "rung",
+        "heat",
+        "request",
+        "steps",
+        "memory",
+        "cache",
+        "machines",
+        "snapshot",
+    }
 )
 ANOTHER = "another request"
 """What a reason says in place of an id that its reader may not see."""
@@ -91,7 +103,9 @@ def redacted_event(
             if may_see(event.owner)
             else None
         )
-    fields = {name: value for name, value in event.fields.items() if name != "reason"}
+    if event.event == "machines":
+        return None
+    fields = {name: value for name, value in event.fields.items() if name not in {"reason", "machines"}}
     if event.event == "snapshot":
         fields = _redacted_snapshot(fields, is_shown)
     if event.event == "model":

@@ -14,7 +14,7 @@ from stoker.server.context import ServerContext
 from stoker.server.inbound.bodies import while_connected
 from stoker.server.inbound.body import Body, Described, Name, read_body
 from stoker.server.reply import json_response
-from stoker.setting_fields import MAX_LAYERS, DeviceNames, GpuLayers, Parts
+from stoker.setting_fields import MAX_LAYERS, Bytes, DeviceNames, GpuLayers, Parts
 from stoker.site_settings import MAX_SLOTS
 from stoker.tasks.fields import keep_alive_seconds
 
@@ -35,8 +35,9 @@ class LoadModelRequest(ModelRequest):
         keep_alive: seconds, or such as `10m`, that it stays after its last request; negative: for good.
         ctx_size: tokens that one request may use; of a pool of cells all its slots share them.
         slots: requests that run on it at once.
-        gpu_layers, device, split_mode, tensor_split, main_gpu, cpu_moe, kv_type, kv_layout, mmap, kv_offload:
-            where it lies, as the settings of the same names.
+        gpu_layers, device, split_mode, tensor_split, main_gpu, cpu_moe, kv_type, kv_layout, mmap, kv_offload,
+            expert_budget: where it lies, as the settings of the same names.
+        backend: what computes it from now on; "auto": the first that reads it and works here.
         kv_bits: 4, 8 or 16: the same as kv_type q4_0, q8_0 and what the device takes by itself.
     """
 
@@ -47,6 +48,7 @@ class LoadModelRequest(ModelRequest):
     slots: Annotated[int, Field(ge=1, le=MAX_SLOTS)] | None = Field(
         None, validation_alias=AliasChoices("slots", "num_slots")
     )
+    backend: Name | None = None
     gpu_layers: GpuLayers | None = Field(None, validation_alias=AliasChoices("gpu_layers", "n_gpu_layers"))
     device: DeviceNames | None = None
     split_mode: Literal["none", "layer", "row"] | None = None
@@ -58,6 +60,7 @@ class LoadModelRequest(ModelRequest):
     kv_layout: Literal["auto", "pool", "streams"] | None = None
     mmap: bool | None = None
     kv_offload: bool | None = None
+    expert_budget: Bytes | None = None
 
 
 class PinModelRequest(ModelRequest):
@@ -144,6 +147,8 @@ def _loaded(info: ModelInfo) -> dict[str, object]:
         "id": info.id,
         "state": "ready",
         "label": info.label,
+        "backend": info.backend,
+        "backend_reason": info.backend_reason or None,
         "n_ctx": info.n_ctx,
         "num_slots": info.num_slots,
         "bytes": info.memory_bytes,

@@ -79,6 +79,7 @@ def status_document(status: RuntimeStatus, known: Sequence[ModelStatus]) -> dict
         "heat": engine.memory.heat,
         "cache": cache_document(engine.cache, engine.kv_cells_used, engine.kv_cells_total),
         "counters": {name: _counted(value) for name, value in engine.counters.items()},
+        **({"machines": msgspec.to_builtins(engine.machines)} if engine.machines else {}),
     }
 
 
@@ -220,6 +221,7 @@ def _redacted(status: RuntimeStatus, caller: Identity, owner_of: Callable[[str],
         models=_unexplained(engine.models),
         cache=replace(cache, disk_problem=""),
         prefixes=[],
+        machines=[],
     )
     return replace(
         status,

@@ -157,15 +157,17 @@ async def _to_its_end(lines: AsyncGenerator[bytes, None]) -> None:
 
 
 def _files_of(info: ModelInfo, folder: Path) -> list[Path]:
-    """The files of a model, all shards of it.
+    """The files of a model, all shards of it; of one that is a folder, its files and the folder.
 
     Raises:
         ForbiddenError: they do not lie in the models folder.
     """
     path = Path(info.path)
-    if not (path.is_file() and path.resolve().is_relative_to(folder.resolve())):
+    if not path.exists() or folder.resolve() not in path.resolve().parents:
         text = f"the file of {info.id} does not lie in the models folder, so it is not deleted from here"
         raise ForbiddenError(text, param="model")
+    if path.is_dir():  # a file of another model may lie there, and other folders
+        return [*(each for each in path.iterdir() if each.is_file() and each.suffix != ".gguf"), path]
     if (shard := _SHARD.fullmatch(path.name)) is None:
         return [path]
     pattern = re.compile(rf"{re.escape(shard[1])}-\d{{5}}-of-{shard[2]}\.gguf", re.IGNORECASE)
@@ -174,4 +176,8 @@ def _files_of(info: ModelInfo, folder: Path) -> list[Path]:
 
 def _remove(files: list[Path]) -> None:
     for file in files:
-        file.unlink(missing_ok=True)
+        if file.is_dir():
+            with suppress(OSError):  # something else lies there
+                file.rmdir()
+        else:
+            file.unlink(missing_ok=True)

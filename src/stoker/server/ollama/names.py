@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 LATEST = ":latest"
 _HUBS = re.compile(r"(?:https?://)?(?:hf\.co|huggingface\.co)/", re.IGNORECASE)
 _SUFFIX = ".gguf"  # of what is a file
+SAFETENSORS = "safetensors"
+"""What the folder of a repository is asked for by, where it has files of other kinds too."""
 _SHOWN_CHARS = 200  # of a name, in errors
 
 
@@ -96,13 +98,17 @@ def resolved(runtime: Runtime, name: str) -> ModelInfo:
 def _is_gone(info: ModelInfo) -> bool:
     """Whether its file was deleted."""
     path = Path(info.path)
-    return path.suffix.lower() == _SUFFIX and not path.exists()
+    if path.is_dir():  # other files of it may be there still
+        return not (path / "config.json").exists()
+    return (path.suffix.lower() == _SUFFIX or path.is_absolute()) and not path.exists()
 
 
 def _is_pulled_as(info: ModelInfo, reference: str) -> bool:
     """Whether the model's file is what the hub has under that reference."""
     repository, _, selector = reference.casefold().partition(":")
     parts = Path(info.path.casefold()).parts
+    if "/".join(parts[-2:]) == repository:  # a folder
+        return selector in {"", SAFETENSORS}
     places = {f"{owner}/{repo}" for owner, repo in pairwise(parts[:-1])}
     if repository.count("/") != 1 or repository not in places:
         return False

@@ -55,6 +55,8 @@ def _entry(context: ServerContext, info: ModelInfo) -> dict[str, Any]:
         "class": info.model_class,
         "description": info.description,
         "label": info.label,
+        "backend": info.backend,
+        "backend_reason": info.backend_reason or None,
         "n_ctx": info.n_ctx,
         "n_ctx_train": info.n_ctx_train,
         "n_vocab": info.n_vocab,

@@ -12,11 +12,9 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-import platform
 import signal
 import subprocess
 import sys
-import time
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from enum import StrEnum
@@ -29,13 +27,14 @@ import platformdirs
 from stoker.backends.llama.binding import LIBRARY_DIR, LIBRARY_VERSION, accelerators
 from stoker.backends.llama.model import ModelOptions
 from stoker.backends.llama.smoke.key_cost import MOST_COST, KeyCost
+from stoker.backends.trial.children import run_child
 from stoker.errors import ErrorInfo, LoadCrashedError, ModelLoadError, error_from_info
 from stoker.ipc.model import ANYWHERE, ModelClass, PlacementSpec, Repeatable
 from stoker.models.gguf.header import read_header
 from stoker.models.gguf.tensor_types import ROW_BY_ROW
 from stoker.models.placement import chosen_devices
+from stoker.models.trials import TRIALS_FILE, cpu_identity, read_trials, write_trials
 from stoker.native_crash import native_text
-from stoker.private import write_text
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -46,8 +45,6 @@ if TYPE_CHECKING:
     OnProgress = Callable[[float], None]
 
 TRIAL_TIMEOUT_S = 300.0
-ASK_EVERY_S = 0.1
-VERDICT_FILE = "smoke.json"
 MAX_DETAIL_CHARS = 500
 TOKEN_TIME = ("--timed", "8")
 """Has a trial measure what a token takes, in the median of so many."""
@@ -143,17 +140,17 @@ def verdict_of(
 
     `on_wait` is called several times a second while a child tries; what it raises ends the trial.
     """
-    file = cache_dir / VERDICT_FILE
+    file = cache_dir / TRIALS_FILE
     if (known := _remembered(header, file, placement)) is not None:
         return known
     verdict, is_lasting = _try_settings(header.path, placement, on_wait or _wait_on)
     if is_lasting:
-        _write(file, {**_read(file), _key(header, placement): asdict(verdict)})
+        write_trials(file, {**read_trials(file), _key(header, placement): asdict(verdict)})
     return verdict
 
 
 def _remembered(header: GgufHeader, file: Path, placement: PlacementSpec) -> SmokeVerdict | None:
-    known = _read(file)
+    known = read_trials(file)
     of_file, of_kind = known.get(_file_key(header, placement)), known.get(_key(header, placement))
     return _decoded(of_file) or _decoded(of_kind)
 
@@ -167,12 +164,12 @@ def verdict_of_file(
     """Like `verdict_of`, found now for this very file, and remembered for it unless it is broken."""
     verdict, is_lasting = _try_settings(header.path, placement, on_wait or _wait_on)
     if is_lasting:
-        file = cache_dir / VERDICT_FILE
-        known = {**_read(file), _file_key(header, placement): asdict(verdict)}
+        file = cache_dir / TRIALS_FILE
+        known = {**read_trials(file), _file_key(header, placement): asdict(verdict)}
         files = [key for key in known if key.startswith(_FILE_KEY)]
         for oldest in files[: max(0, len(files) - MAX_FILE_VERDICTS)]:
             del known[oldest]
-        _write(file, known)
+        write_trials(file, known)
     return verdict
 
 
@@ -219,7 +216,7 @@ def _run_trial(
         command += ["--placement", msgspec.json.encode(placement).decode()]
     command += measured
     try:
-        done = _run(command, on_wait)
+        done = run_child(command, on_wait, TRIAL_TIMEOUT_S)
     except subprocess.TimeoutExpired:
         return _failed(f"a trial decode took more than {TRIAL_TIMEOUT_S:g} s", is_telling=False)
     if done.returncode < 0:
@@ -251,25 +248,6 @@ def _on_off(is_on: bool) -> str:  # noqa: FBT001 - a word for it
     return "on" if is_on else "off"
 
 
-def _run(command: list[str], on_wait: Callable[[], None]) -> subprocess.CompletedProcess[bytes]:
-    """`subprocess.run` that asks now and then whether to go on; the child never outlives it."""
-    until_s = time.monotonic() + TRIAL_TIMEOUT_S
-    pipe = subprocess.PIPE
-    with subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=pipe, stderr=pipe) as child:
-        try:
-            while True:
-                try:
-                    output, errors = child.communicate(timeout=ASK_EVERY_S)
-                    return subprocess.CompletedProcess(command, child.returncode, output, errors)
-                except subprocess.TimeoutExpired:
-                    if time.monotonic() > until_s:
-                        raise
-                on_wait()
-        except BaseException:
-            child.kill()
-            raise
-
-
 def _failed(detail: str, *, is_telling: bool, has_crashed: bool = False) -> _Outcome:
     return _Outcome(
         is_ok=False, is_refusal=False, is_telling=is_telling, detail=detail, has_crashed=has_crashed
@@ -292,29 +270,16 @@ def _key(header: GgufHeader, placement: PlacementSpec = ANYWHERE) -> str:
     )
     cards = [(each.kind, each.name) for each in chosen_devices(placement, accelerators())]
     mode = str(placement.split_mode or "") if len(cards) > 1 else ""
-    parts = (LIBRARY_VERSION, files, _cpu(), cards, mode, sorted(header.tensor_types), header.architecture)
+    parts = (
+        LIBRARY_VERSION,
+        files,
+        cpu_identity(),
+        cards,
+        mode,
+        sorted(header.tensor_types),
+        header.architecture,
+    )
     return hashlib.blake2b(repr(parts).encode(), digest_size=16).hexdigest()
-
-
-def _cpu() -> tuple[str, ...]:
-    """Model and instruction sets of the first CPU as Linux names them; elsewhere what Python knows."""
-    try:
-        first = Path("/proc/cpuinfo").read_text(errors="replace").split("\n\n", 1)[0]
-    except OSError:
-        return platform.machine(), platform.processor()
-    lines = (line.partition(":") for line in first.splitlines())
-    values = {name.strip().lower(): value.strip() for name, _, value in lines}
-    names = ("vendor_id", "model name", "cpu part", "flags", "features")
-    return platform.machine(), *(values.get(name, "") for name in names)
-
-
-def _read(file: Path) -> dict[str, Any]:
-    """What is remembered; nothing if the file is missing or damaged."""
-    try:
-        known = json.loads(file.read_bytes())
-    except (OSError, ValueError):
-        return {}
-    return known if isinstance(known, dict) else {}
 
 
 def _decoded(value: Any) -> SmokeVerdict | None:
@@ -323,14 +288,6 @@ def _decoded(value: Any) -> SmokeVerdict | None:
             with suppress(ValueError):
                 return SmokeVerdict(SmokeSetting(setting), detail, label)
     return None
-
-
-def _write(file: Path, known: dict[str, Any]) -> None:
-    """Replace the file in one move, readable by its owner alone; where that fails nothing is kept."""
-    try:
-        write_text(file, json.dumps(known, indent=1))
-    except OSError as error:
-        _logger.warning("the smoke verdict could not be kept in %s: %s", file, error)
 
 
 def tried_options(
@@ -381,16 +338,16 @@ def untried_options(
     placement, folder = spec.placement, _folder(cache_dir)
     if not chosen_devices(placement, accelerators()) or is_shared_with_host(header, placement):
         return None
-    if _remembered(header, folder / VERDICT_FILE, placement) is not None:
+    if _remembered(header, folder / TRIALS_FILE, placement) is not None:
         return None
     return ModelOptions(path=header.path, placement=placement, on_progress=on_progress)
 
 
 def note_working(spec: ModelSpec, header: GgufHeader, label: str, cache_dir: Path | None) -> None:
     """Remember that a file of this kind loads and computes with everything that there is."""
-    file = _folder(cache_dir) / VERDICT_FILE
+    file = _folder(cache_dir) / TRIALS_FILE
     verdict = SmokeVerdict(SmokeSetting.OK, "", label)
-    _write(file, {**_read(file), _key(header, spec.placement): asdict(verdict)})
+    write_trials(file, {**read_trials(file), _key(header, spec.placement): asdict(verdict)})
 
 
 def is_shared_with_host(header: GgufHeader, placement: PlacementSpec) -> bool:
@@ -408,15 +365,15 @@ def _token_seconds(
     on_wait: Callable[[], None],
 ) -> float:
     """What a token takes with this placement, measured in a child process or remembered; 0: not known."""
-    file, key = folder / VERDICT_FILE, _cost_key(header, placement)
-    match _read(file).get(key):
+    file, key = folder / TRIALS_FILE, _cost_key(header, placement)
+    match read_trials(file).get(key):
         case {"token_s": float(known)}:
             return known
     found = _run_trial(header.path, setting, on_wait, placement, TOKEN_TIME)
     if found.shortage is not None:
         raise error_from_info(found.shortage)
     if found.is_ok:
-        _write(file, {**_read(file), key: {"token_s": found.token_s}})
+        write_trials(file, {**read_trials(file), key: {"token_s": found.token_s}})
     return found.token_s if found.is_ok else 0.0
 
 
@@ -424,13 +381,13 @@ def _repeatable_cost(
     spec: ModelSpec, header: GgufHeader, setting: SmokeSetting, folder: Path, on_wait: Callable[[], None]
 ) -> float | None:
     """What repeatable texts cost, measured in a child or remembered; None: not known, or not asked."""
-    is_asked = spec.repeatable is Repeatable.AUTO and not spec.kv_type
+    is_asked = spec.repeatable is Repeatable.AUTO and not spec.kv_type and not spec.placement.streams_experts
     is_on_devices = setting.offloads and chosen_devices(spec.placement, accelerators())
     can_be = header.model_class is ModelClass.DECODER and header.tensor_types <= ROW_BY_ROW
     if not is_asked or is_on_devices or not can_be:
         return None
-    file, key = folder / VERDICT_FILE, "keys:" + _file_key(header, spec.placement)
-    known = _read(file).get(key, _MISSING)
+    file, key = folder / TRIALS_FILE, "keys:" + _file_key(header, spec.placement)
+    known = read_trials(file).get(key, _MISSING)
     try:
         cost = msgspec.convert(known, KeyCost | None)
     except msgspec.ValidationError:
@@ -438,7 +395,7 @@ def _repeatable_cost(
         found = _run_trial(header.path, setting, on_wait, spec.placement, KEY_COST)
         cost = found.key_cost
         if found.is_ok:
-            _write(file, {**_read(file), key: msgspec.to_builtins(cost)})
+            write_trials(file, {**read_trials(file), key: msgspec.to_builtins(cost)})
     choice = "on" if cost and cost.most < MOST_COST else "off"
     said = f"takes {cost}" if cost else "could not be measured"
     _logger.info("%s: repeatable is %s, it %s", header.path.name, choice, said)

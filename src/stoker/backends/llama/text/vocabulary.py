@@ -21,7 +21,7 @@ import numpy as np
 
 from stoker.backends.llama.binding import keeping_lock, llama
 from stoker.backends.llama.text.cuts import BLANK_RUNS, Runs, Special, TextCuts, runs_of
-from stoker.backends.llama.text.token_floor import Keeps, TokenFloor
+from stoker.backends.token_floor import Keeps, TokenFloor
 from stoker.errors import InvalidRequestError, ModelLoadError
 
 
@@ -186,9 +186,8 @@ def _tables_of(model: int, handle: int) -> _Tables:
 class LlamaVocabulary:
     """Tokens of the model behind `model_handle`, valid as long as that is. Close it before the model.
 
-    Its tables are read in a thread, from the beginning on: a load goes on meanwhile, and whoever needs them
-    first waits. Pieces are fetched once each and remembered: a race of two threads fetches the same bytes
-    twice, no more.
+    Its tables are read when they are first needed, or in a thread after `read_ahead`. Pieces are fetched once
+    each and remembered: a race of two threads fetches the same bytes twice, no more.
     """
 
     def __init__(self, model_handle: int) -> None:
@@ -202,17 +201,26 @@ class LlamaVocabulary:
         self._floor: TokenFloor | None = None
         self._found: _Tables | None = None
         self._reading = threading.RLock()
-        self._ahead = threading.Thread(target=self._read_ahead, name="stoker-vocabulary", daemon=True)
-        self._ahead.start()
+        self._ahead: threading.Thread | None = None
 
     def __repr__(self) -> str:
         return f"<LlamaVocabulary of {self.n_vocab} tokens>"
 
     def close(self) -> None:
         """Wait for what still reads the model; idempotent."""
-        self._ahead.join()
+        if self._ahead is not None:
+            self._ahead.join()
 
-    def _read_ahead(self) -> None:
+    def read_ahead(self) -> None:
+        """Read the tables in a thread, once; whoever needs them meanwhile waits.
+
+        For before a native call that takes long: beside Python, each native call waits for the thread's turn.
+        """
+        if self._ahead is None:
+            self._ahead = threading.Thread(target=self._read_tables, name="stoker-vocabulary", daemon=True)
+            self._ahead.start()
+
+    def _read_tables(self) -> None:
         with suppress(Exception):  # whoever needs the tables reads them again, and is told
             _ = self._tables
 

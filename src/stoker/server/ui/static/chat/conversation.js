@@ -1,4 +1,4 @@
-/** The conversation of this tab: kept until the tab is closed, bounded, and what may be done with it. */
+/** The conversation of this tab, bounded, and what may be done with it. */
 
 import { signal } from "../dom.js";
 import { key } from "../shell/api.js";

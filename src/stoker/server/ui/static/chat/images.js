@@ -1,4 +1,4 @@
-/** Images that go with what is said: from files, the clipboard or dropped, as data URLs, bounded in number and size. */
+/** Images from files, the clipboard or dropped, as data URLs, bounded in number and size. */
 
 const MAX_IMAGES = 4;
 const MAX_IMAGE_BYTES = 8 * 2 ** 20;

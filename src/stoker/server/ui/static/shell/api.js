@@ -1,4 +1,4 @@
-/** Calls of the server's routes, with the key of this tab; what goes wrong is an ApiError with the server's code. */
+/** Calls of the server's routes, with the key of this tab; ApiError has the server's code. */
 
 import { forTab } from "./storage.js";
 

@@ -13,7 +13,7 @@ function Dialog({ label, close, children }) {
 	return html`<dialog class="dialog" ref=${found} aria-label=${label} onClose=${close} onCancel=${close}>${children}</dialog>`;
 }
 
-/** Asks for a key; `problem`: why one is asked for. `given()` is called when there is another one. */
+/** Asks for a key; `problem`: why. `given()` is called when there is another one. */
 export function KeyDialog({ problem, given, close }) {
 	const [text, set_text] = useState("");
 	const has_one = Boolean(key.get());

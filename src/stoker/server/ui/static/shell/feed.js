@@ -9,10 +9,10 @@ import { signal } from "../dom.js";
 import { initialState, reduceAll } from "../state/store.js";
 import { connection } from "./connection.js";
 
-// Drawing takes cores from the model, and from reading a stream that is behind.
+// Drawing takes cores from the model, where it computes beside this browser.
 const PUBLISH_MS = 250;
-const CALM_MS = 1000;
-const CALM = new Set(["steps", "memory", "cache"]);
+const CALM_MS = /^(localhost|127\..*|\[::1])$/.test(location.hostname) ? 2000 : 1000;
+const CALM = new Set(["steps", "memory", "cache", "progress", "prefill_progress"]);
 
 export const state = signal(initialState());
 export const now = signal(0);
@@ -33,7 +33,7 @@ function take(documents) {
 	fresh = reduceAll(fresh, documents);
 	for (const one of documents) if (one.event === "snapshot") replay.value = one.replay ?? null;
 	if (fresh.at > clock.at) clock = { at: fresh.at, came: performance.now() };
-	const pause = documents.every((one) => CALM.has(one.event)) ? CALM_MS : PUBLISH_MS;
+	const pause = documents.every((one) => CALM.has(one.what ?? one.event)) ? CALM_MS : PUBLISH_MS;
 	const at = Math.max(published_at + pause, performance.now());
 	if (at >= due) return;
 	due = at;
@@ -46,6 +46,7 @@ function publish() {
 	state.value = fresh;
 	tick();
 	published_at = performance.now();
+	if (heard_at !== line.value.heardAt) line.value = { ...line.value, heardAt: heard_at };
 }
 
 function tick() {
@@ -64,10 +65,7 @@ export function open_feed() {
 		heard: () => (heard_at = performance.now()),
 		tell: (told) => (line.value = { error: null, retryAt: 0, ...told, heardAt: heard_at }),
 	});
-	setInterval(() => {
-		if (due > performance.now() + PUBLISH_MS) tick();
-		if (heard_at !== line.value.heardAt) line.value = { ...line.value, heardAt: heard_at };
-	}, 1000);
+	setInterval(() => due === Infinity && performance.now() > published_at + CALM_MS / 2 && publish(), CALM_MS);
 	addEventListener("online", opened.hurry);
 	document.addEventListener("visibilitychange", () => document.hidden || opened.hurry());
 }

@@ -1,4 +1,4 @@
-/** Small texts that a browser keeps for this page; where it forbids that, they last as long as the page. */
+/** Small texts that the browser keeps, or the page where that is forbidden. */
 
 const memory = new Map();
 

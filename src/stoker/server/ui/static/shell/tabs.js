@@ -13,6 +13,5 @@ export const TABS = [
 	{ id: "memory", title: "Memory", View: Memory },
 	{ id: "cache", title: "Cache", View: Cache },
 	{ id: "machine", title: "Machine", View: Machine },
-	// It follows what it needs of the state by itself: an answer that is read is not drawn again with each event.
 	{ id: "chat", title: "Chat", View: Chat, is_own: true },
 ];

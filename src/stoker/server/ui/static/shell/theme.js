@@ -1,4 +1,4 @@
-// Runs before anything is drawn, so that a chosen theme does not flash: no module, as those are deferred.
+// Before anything is drawn, so that a chosen theme does not flash: no module, as those are deferred.
 (() => {
 	try {
 		const theme = localStorage.getItem("stoker.theme");

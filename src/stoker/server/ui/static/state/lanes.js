@@ -9,6 +9,7 @@ import { LANES_SPAN_S } from "./limits.js";
 import { NO_SLOT, choicesOf } from "./moves.js";
 
 const LEAST_SPAN_S = 60;
+const GROWS_BY_S = 30;
 const MAX_SIDINGS = 3;
 const MAX_LINE_ROWS = 6;
 const MAX_PARTS = 420; // more take too long to draw: then shorter ones are joined, or left out
@@ -16,14 +17,15 @@ const MAX_HANDOVERS = 120;
 const MIN_WAIT_S = 0.02; // a shorter wait is not drawn
 
 /**
- * {from, to, models, handovers, outages}: `models` are {model, lanes, line}, a lane {key, slot, bars, sidings, num_hidden},
+ * {from, to, shown_s, models, handovers, outages}: `models` are {model, lanes, line}, a lane {key, slot, bars, sidings, num_hidden},
  * a bar {id, index, row, from, to, segments, num}; of bars shorter than `min_s` several (`num`) are one. The right
- * edge is `now`, the left one `span_s` before, or where the first request came.
+ * edge is `now`, the left one `span_s` before, or soon before the first request came.
  */
 export function lanesOf(state, now, { span_s = LANES_SPAN_S, min_s = 0 } = {}) {
 	const rows = rowsIn(state, now - span_s);
-	const earliest = Math.min(rows[0]?.arrived_at ?? now, now - LEAST_SPAN_S);
-	const window = { from: Math.max(now - span_s, earliest), to: now };
+	const age_s = Math.max(now - (rows[0]?.arrived_at ?? now), LEAST_SPAN_S);
+	const shown_s = Math.min(span_s, Math.ceil(age_s / GROWS_BY_S) * GROWS_BY_S);
+	const window = { from: now - shown_s, to: now, shown_s };
 	const models = new Map();
 	for (const { model, slot } of state.slots.values()) if (isThere(state.models.get(model), slot)) laneOf(models, model, slot);
 	for (const row of rows) placeRow(models, row, window);
@@ -116,7 +118,7 @@ function finished(model, min_s) {
 	};
 }
 
-/** Put waits into as few rows as hold them without overlap; those of more than `most` rows are counted only. */
+/** Put waits into rows without overlap; those of more than `most` rows are counted only. */
 function stacked(waits, most, min_s) {
 	const rows = [];
 	let num_hidden = 0;

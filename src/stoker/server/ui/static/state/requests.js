@@ -1,4 +1,4 @@
-/** Requests as documents tell of them: rows of the live ones, and the history of those that ended. */
+/** Requests as documents tell of them: rows of the live ones, and a history. */
 
 import { interned } from "./draft.js";
 import { MAX_ENDED, MAX_LIVE, MAX_MEMBERS, MAX_MOVES, MAX_OLD_MOVES, MAX_WITH_MOVES } from "./limits.js";

@@ -1,7 +1,7 @@
 /**
  * Figures over time: a bucket a second for five minutes, and one every ten seconds for an hour.
  *
- * A bucket has sums (of what happened in it) and gauges (the last figure, which the next bucket begins with).
+ * A bucket has sums (of what happened in it) and gauges (the last figure, which the next begins with).
  */
 
 import { COARSE_SPAN_S, COARSE_STEP_S, FINE_SPAN_S, FINE_STEP_S } from "./limits.js";
@@ -12,7 +12,7 @@ const SERIES = [
 	["coarse", COARSE_STEP_S, COARSE_SPAN_S],
 ];
 
-/** Take figures at a moment. `sums` are added, `gauges` replace, `peaks` are kept if they are the highest. */
+/** Take figures at a moment. `sums` are added, `gauges` replace, the highest `peaks` are kept. */
 export function tookFigures(draft, at, { sums = {}, gauges = {}, peaks = {} }) {
 	for (const [name, step_s, span_s] of SERIES) {
 		const list = draft.list(name);
@@ -24,7 +24,7 @@ export function tookFigures(draft, at, { sums = {}, gauges = {}, peaks = {} }) {
 	}
 }
 
-/** The newest bucket; a late figure counts in it too. Of a gap its two ends are made, so that lines fall to nothing. */
+/** The newest bucket, for late figures too. Of a gap both ends are made: lines fall to nothing. */
 function bucketAt(list, time, step_s, span_s) {
 	const last = list.at(-1);
 	if (last && time <= last.time) return last;

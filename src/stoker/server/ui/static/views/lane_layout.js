@@ -1,4 +1,4 @@
-/** Where everything of the lanes stands, in pixels: a pure function of what `lanesOf` found and a width. */
+/** Where everything of the lanes stands, in pixels: a pure function. */
 
 const BAR_PX = 24;
 const SIDING_PX = 9;
@@ -8,10 +8,15 @@ const HEAD_PX = 20;
 const AXIS_PX = 20;
 const ROOM_ABOVE_PX = 7; // for the arcs of hand-overs
 
-/** {height, heads, lanes, bars, waits, links, outages, ticks} of what `lanesOf` found, on tracks of a width. */
+/**
+ * {height, heads, lanes, bars, waits, links, outages, ticks, shift} of what `lanesOf` found. Times have `shift` added: a
+ * step of it moves all at once, so what is over is drawn once.
+ */
 export function layOut(found, width) {
-	const scale = width / (found.to - found.from);
-	const x = (at) => (Math.min(Math.max(at, found.from), found.to) - found.from) * scale;
+	const span = found.shown_s;
+	const scale = width / span;
+	const base = Math.floor(found.from / 3600) * 3600;
+	const x = (at) => (Math.min(Math.max(at, found.from), found.to) - base) * scale;
 	const laid = { heads: [], lanes: [], bars: [], waits: [], links: [] };
 	const places = { waits: new Map(), lanes: new Map() };
 	let y = AXIS_PX;
@@ -24,7 +29,7 @@ export function layOut(found, width) {
 	}
 	laid.links = [...linksOf(laid, places), ...handoverLinks(found, places, x)];
 	const outages = found.outages.map((each) => ({ ...each, x: x(each.from), width: Math.max(2, x(each.to) - x(each.from)) }));
-	return { ...laid, outages, ticks: ticksOf(found, x, width), height: y };
+	return { ...laid, outages, ticks: ticksOf(span, scale, width), height: y, shift: Math.round(x(found.from)) };
 }
 
 function placeLane(lane, model, y, x, laid, places) {
@@ -63,7 +68,7 @@ function partKey(part, at, which = "start") {
 	return `${part.id}/${part.index}/${which}/${at}`;
 }
 
-/** From a bar down to the siding that its request went to, and from a siding up to the bar that follows. */
+/** From a bar down to its request's siding, and from a siding up to the bar that follows. */
 function linksOf(laid, places) {
 	const links = [];
 	for (const { bar, x, y, height, width } of laid.bars) {
@@ -92,10 +97,9 @@ function handoverLinks(found, places, x) {
 	return links;
 }
 
-function ticksOf(found, x, width) {
-	const span = found.to - found.from;
+function ticksOf(span, scale, width) {
 	const step_s = [5, 10, 15, 30, 60, 120, 300].find((step) => (span / step) * 62 <= width) ?? 300;
 	const ticks = [];
-	for (let ago = 0; ago <= span; ago += step_s) ticks.push({ x: x(found.to - ago), ago });
+	for (let ago = 0; ago <= span; ago += step_s) ticks.push({ x: width - ago * scale, ago });
 	return ticks;
 }

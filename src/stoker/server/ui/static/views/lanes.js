@@ -1,6 +1,6 @@
 /**
- * The lanes: what each slot did in the last minutes. A bar is a stay of one request; below its lane, as on a siding,
- * stands who waits for the slot or has given it away.
+ * The lanes: what each slot did in the last minutes. A bar is a stay of one request; on the siding below stands who
+ * waits for the slot or has given it away.
  */
 
 import { html, useEffect, useMemo, useRef, useState } from "../dom.js";
@@ -40,16 +40,19 @@ export function Lanes({ state, now, open, span_s, as_table }) {
 			${!as_table &&
 			html`<div class="canvas" ref=${area} role="group" aria-label="Slots over the last minutes; arrow keys move between bars" style=${{ height: `${laid.height}px` }} onKeyDown=${move}>
 				<${Backdrop} laid=${laid} width=${width} />
-				${laid.waits.slice(0, num_waits).map((place) => html`<${Wait} key="${keyOf(place.wait)}w" place=${place} open=${open} />`)}
-				${num_waits >= laid.waits.length && html`<${Links} laid=${laid} width=${width} />`}
-				${laid.bars.slice(0, num).map((place) => html`<${Bar} key=${keyOf(place.bar)} place=${place} open=${open} is_current=${keyOf(place.bar) === current} />`)}
+				<div class="moving" style=${{ transform: `translateX(-${laid.shift}px)` }}>
+					${laid.outages.map((each) => html`<i class="outage" title=${each.reason || each.state} style=${{ left: `${each.x}px`, width: `${each.width}px` }}>${each.width > 70 && html`<span>${each.state}</span>`}</i>`)}
+					${laid.waits.slice(0, num_waits).map((place) => html`<${Wait} key="${keyOf(place.wait)}w" place=${place} open=${open} />`)}
+					${num_waits >= laid.waits.length && html`<${Links} laid=${laid} />`}
+					${laid.bars.slice(0, num).map((place) => html`<${Bar} key=${keyOf(place.bar)} place=${place} open=${open} is_current=${keyOf(place.bar) === current} />`)}
+				</div>
 			</div>`}
 			${as_table && html`<${LaneTable} found=${found} open=${open} />`}
 		</div>
 	</div>`;
 }
 
-/** How many of so many parts are drawn by now: some more with each frame, as all of them at once take too long. */
+/** How many parts are drawn by now: some more with each frame, as all at once take too long. */
 function useSlices(total) {
 	const [num, setNum] = useState(PARTS_AT_ONCE);
 	useEffect(() => {
@@ -64,7 +67,7 @@ function keyOf(part) {
 	return `${part.id}/${part.index}/${part.segments[0].from}/${part.row.model}`;
 }
 
-/** The bar to go to from the current one: beside it in its lane, or at the same time in another. */
+/** The bar beside the current one in its lane, or at the same time in another. */
 function neighbour(bars, current, [across, down]) {
 	const here = bars.find((place) => keyOf(place.bar) === current);
 	if (!here) return null;
@@ -95,7 +98,6 @@ function Backdrop({ laid, width }) {
 		${laid.lanes.filter((lane) => !lane.is_line).map((lane) => html`<i class="track" style=${{ top: `${lane.y}px`, height: `${lane.height}px` }}></i>`)}
 		${laid.lanes.filter((lane) => lane.num_hidden).map((lane) => html`<span class="more" style=${{ top: `${lane.y + (lane.is_line ? 0 : lane.height)}px` }}>+${lane.num_hidden}</span>`)}
 		${laid.ticks.map((tick) => html`<i class="tick" style=${{ left: `${tick.x}px` }}><span class=${tick.x < 24 ? "first" : tick.x > width - 16 ? "last" : ""}>${tick.ago ? `−${ago(tick.ago)}` : "now"}</span></i>`)}
-		${laid.outages.map((each) => html`<i class="outage" title=${each.reason || each.state} style=${{ left: `${each.x}px`, width: `${each.width}px` }}>${each.width > 70 && html`<span>${each.state}</span>`}</i>`)}
 	</div>`;
 }
 
@@ -139,8 +141,8 @@ function Wait({ place, open }) {
 	</div>`;
 }
 
-function Links({ laid, width }) {
-	return html`<svg class="links" aria-hidden="true" width=${width} height=${laid.height} viewBox="0 0 ${width} ${laid.height}">
+function Links({ laid }) {
+	return html`<svg class="links" aria-hidden="true">
 		${laid.links.map((link) => (link.kind === "handover" ? handover(link) : siding(link)))}
 	</svg>`;
 }

@@ -1,4 +1,4 @@
-/** Memory: who holds how much of what there is, how short it is, and what has been given up for that. */
+/** Memory: who holds how much, how short it is, and what has been given up for that. */
 
 import { html } from "../dom.js";
 import { ledgerOf } from "../state/selectors.js";

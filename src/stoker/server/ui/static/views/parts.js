@@ -5,7 +5,7 @@ import { briefly, clockTime, stateWords } from "../state/words.js";
 
 export const classOf = (row) => (row.priority === "background" ? "background" : "interactive");
 
-/** The class of a request: a filled or hollow square and its name, so that it is known without colour. */
+/** The class of a request: a filled or hollow square and its name. */
 export function ClassBadge({ priority, short = false }) {
 	const name = classOf({ priority });
 	return html`<span class="klass ${name}" title=${name}>${short ? html`<span class="sr-only">${name}</span>` : name}</span>`;

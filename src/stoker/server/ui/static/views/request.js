@@ -140,7 +140,7 @@ function linked({ text, by }, open) {
 	return html`${text.slice(0, at)}<${RequestLink} id=${by} open=${open} />${text.slice(at + name.length)}`;
 }
 
-/** What it reads and writes: asked for only while the switch, which holds for this tab, is on. */
+/** What it reads and writes: asked for only while this tab's switch is on. */
 function Text({ row, now }) {
 	const [is_shown, setShown] = useState(texts.get() === "on");
 	const [found, setFound] = useState({});

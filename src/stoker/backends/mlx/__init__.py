@@ -1,0 +1,1 @@
+"""Models of folders on MLX."""

@@ -1,0 +1,90 @@
+"""Which architectures the installed mlx-lm computes, found by its files: nothing of it is imported.
+
+Importing mlx-lm takes seconds and hundreds of megabytes, and the caller's process describes models too.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib.metadata
+import importlib.util
+import re
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from stoker.errors import UnsupportedError
+
+if TYPE_CHECKING:
+    from stoker.models.folders.folder import ModelFolder
+
+PACKAGE = "mlx_lm"
+_REMAPPING = "MODEL_REMAPPING"
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*")
+_CLASSES = (re.compile(r"^class Model\b", re.MULTILINE), re.compile(r"^class ModelArgs\b|\bModelArgs\b"))
+
+
+@dataclass(frozen=True, slots=True)
+class Library:
+    """The installed mlx-lm.
+
+    Attributes:
+        folder: of its models.
+        version: of the package.
+        renamed: names of modules by the model_types that go by another.
+    """
+
+    folder: Path
+    version: str
+    renamed: dict[str, str]
+
+    def knows(self, model_type: str) -> bool:
+        """Whether it has a model of that type."""
+        name = self.renamed.get(model_type, model_type)
+        path = self.folder / f"{name}.py"
+        if not _NAME.fullmatch(name) or not path.is_file():
+            return False
+        text = path.read_text(encoding="utf-8")
+        return all(each.search(text) for each in _CLASSES)
+
+
+@cache
+def library() -> Library | None:
+    """That of this environment; None: it is not installed."""
+    try:
+        spec = importlib.util.find_spec(PACKAGE)
+        version = importlib.metadata.version(PACKAGE.replace("_", "-"))
+    except (ImportError, ValueError):
+        return None
+    places = list(spec.submodule_search_locations or ()) if spec else []
+    if not places:
+        return None
+    root = Path(places[0])
+    return Library(root / "models", version, _renamed(root / "utils.py"))
+
+
+def check_known(folder: ModelFolder) -> None:
+    """Raise UnsupportedError for a folder that mlx-lm, where it is installed, has no model for."""
+    if folder.config.get("model_file") is not None:
+        text = f"{folder.path}: its config asks for a program of its own (model_file), which is not run"
+        raise UnsupportedError(text, architecture=folder.architecture, path=str(folder.path))
+    found = library()
+    if found is not None and not found.knows(folder.architecture):
+        text = f"{folder.path}: mlx-lm {found.version} knows no architecture {folder.architecture!r}"
+        raise UnsupportedError(text, architecture=folder.architecture, path=str(folder.path))
+
+
+def _renamed(path: Path) -> dict[str, str]:
+    """The table of a source file, read without running it."""
+    try:
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, SyntaxError):
+        return {}
+    for node in tree.body:
+        if isinstance(node, ast.Assign) and any(
+            isinstance(target, ast.Name) and target.id == _REMAPPING for target in node.targets
+        ):
+            found = ast.literal_eval(node.value)
+            return {str(name): str(module) for name, module in found.items()}
+    return {}

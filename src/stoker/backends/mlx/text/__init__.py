@@ -1,0 +1,1 @@
+"""Text to the tokens of a folder's model and back."""

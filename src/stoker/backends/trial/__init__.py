@@ -1,0 +1,1 @@
+"""Whether a backend computes on this machine, found out in a child process and remembered."""

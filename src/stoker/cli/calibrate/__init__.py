@@ -1,0 +1,1 @@
+"""`stoker calibrate`: the settings with which a model is quickest on this machine."""

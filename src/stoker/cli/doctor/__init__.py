@@ -1,0 +1,1 @@
+"""What `stoker doctor` looks at beside what its command does itself."""

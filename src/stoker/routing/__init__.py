@@ -1,0 +1,1 @@
+"""Which machine of a site takes a request (SPEC P)."""

@@ -1,0 +1,425 @@
+"""A gate's engine over scripted machines: where requests go, and what becomes of them when machines go."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+import pytest
+
+from stoker.errors import QueueFullError, ServerLostError, StepFailedError, StokerError
+from stoker.gate.breaker import Breaker, Gauge
+from stoker.gate.engine import PeersEngine
+from stoker.gate.link import PeerLook
+from stoker.gate.prompts import chain_of
+from stoker.gate.site import Site
+from stoker.ipc.commands import Cancel, KnowModel, LoadModel, Pause, Submit, Suspend
+from stoker.ipc.events import Admitted, Delta, Event, Failed, Finished, ModelState, Parked, Queued
+from stoker.ipc.model import ModelInfo, ModelSpec
+from stoker.ipc.request import FinishReason, GenerateRequest, Sampling
+from stoker.ipc.status import EngineHealth, EngineStatus, ModelStatus, RuntimeStatus
+from stoker.ipc.usage import Timings, Usage
+from stoker.remote.wire import Overview
+from stoker.settings import EngineSettings
+
+MODEL = "m"
+LOST = ServerLostError("the machine was lost")
+
+
+def look(**changed: Any) -> PeerLook:
+    """A machine that serves MODEL."""
+    info = ModelInfo(
+        id=MODEL, path="", n_ctx=64, n_batch=8, num_slots=2, num_threads=1, kv_type="", n_vocab=9,
+        vocabulary_sample=changed.get("vocabulary", "v"),
+    )  # fmt: skip
+    overview = Overview(
+        is_ready=changed.get("is_ready", True),
+        is_suspended=changed.get("is_suspended", False),
+        health=EngineHealth(state=changed.get("state", "serving")),
+        models=[info],
+        states=[ModelStatus(id=MODEL, state=changed.get("life", "ready"))],
+    )
+    engine = EngineStatus(slots=[], queue=[], parked=[], counters={}, kv_cells_total=0, kv_cells_used=0)
+    health = overview.health
+    status = RuntimeStatus(
+        pid=1, state="serving", restarts=0, label="", threads=1, engine=engine, health=health
+    )
+    return PeerLook(overview=overview, status=status)
+
+
+@dataclass
+class ScriptedRun:
+    """A request on a scripted machine, which says what the test has it say."""
+
+    submit: Submit
+    say_all: Callable[[list[Any]], None]
+    end: Callable[[StokerError | None], None]
+    silent_s: float = 0.0
+    is_abandoned: bool = False
+
+    def abandon(self) -> None:
+        """The gate leaves it."""
+        self.is_abandoned = True
+
+    def say(self, *tokens: int, reason: FinishReason | None = None, mu: float | None = None) -> None:
+        """A delta of choice 0."""
+        said = Delta(
+            request_id=self.submit.request_id,
+            index=0,
+            text="".join(map(str, tokens)),
+            token_ids=list(tokens),
+            finish_reason=reason,
+            mirostat_mu=mu,
+        )
+        self.say_all([said])
+
+    def finish(self) -> None:
+        """The terminal event, and the end of the answer."""
+        num = sum(map(len, self.submit.generated))
+        usage = Usage(prompt_tokens=3, completion_tokens=num)
+        self.say_all([Finished(request_id=self.submit.request_id, usage=usage, timings=Timings())])
+        self.end(None)
+
+
+@dataclass
+class ScriptedLink:
+    """A machine."""
+
+    name: str
+    answer: PeerLook | StokerError = field(default_factory=look)
+    runs: list[ScriptedRun] = field(default_factory=list)
+    steered: list[tuple[str, str]] = field(default_factory=list)
+    operated: list[str] = field(default_factory=list)
+
+    @property
+    def url(self) -> str:
+        """Where it would be."""
+        return f"http://{self.name}"
+
+    async def look(self) -> PeerLook:
+        """What the test says."""
+        if isinstance(self.answer, StokerError):
+            raise self.answer
+        return self.answer
+
+    def run(self, submit: Submit, on_events: Any, on_end: Any) -> ScriptedRun:
+        """Note it."""
+        self.runs.append(ScriptedRun(submit, on_events, on_end))
+        return self.runs[-1]
+
+    async def ask(self, question: Any) -> dict[str, Any]:
+        """An answer."""
+        return {"tokens": [1], "pieces": [b"a"]}
+
+    async def steer(self, request_id: str, action: str) -> None:
+        """Note it."""
+        self.steered.append((request_id, action))
+
+    async def operate(self, action: str, body: dict[str, Any]) -> None:
+        """A load makes it ready."""
+        self.operated.append(action)
+        self.answer = look()
+
+    async def close(self) -> None:
+        """Nothing to close."""
+
+
+@dataclass
+class Bench:
+    """An engine over two machines, and what its client was told."""
+
+    site: Site
+    engine: PeersEngine
+    links: list[ScriptedLink]
+    told: list[Event] = field(default_factory=list)
+
+    def submit(self, request_id: str = "r", **fields: Any) -> None:
+        """Ask for a request."""
+        sampling = Sampling(seed=5)
+        request = GenerateRequest(prompt="Tell me", model=MODEL, max_tokens=8, sampling=sampling, **fields)
+        self.engine.send(Submit(request_id=request_id, request=request))
+
+    @property
+    def run(self) -> ScriptedRun:
+        """The one request that a machine has and the gate has not left."""
+        (run,) = [run for link in self.links for run in link.runs if not run.is_abandoned]
+        return run
+
+    @property
+    def link(self) -> ScriptedLink:
+        """The machine that has it."""
+        return next(link for link in self.links if self.run in link.runs)
+
+    @property
+    def other(self) -> ScriptedLink:
+        """The other machine."""
+        return next(link for link in self.links if link is not self.link)
+
+    async def settle(self) -> None:
+        """Let what was begun come to its end."""
+        for _ in range(5):
+            await asyncio.sleep(0)
+
+    async def turn(self, link: ScriptedLink, answer: PeerLook | StokerError) -> None:
+        """A machine is otherwise from now on, and is asked."""
+        link.answer = answer
+        await self.site.ask_now(link.name)
+        await self.settle()
+
+    def of(self, kind: type[Any]) -> list[Any]:
+        """The events of a kind."""
+        return [event for event in self.told if isinstance(event, kind)]
+
+    @property
+    def tokens(self) -> list[int]:
+        """All that its client was given, in order."""
+        return [token for delta in self.of(Delta) for token in delta.token_ids]
+
+    @property
+    def ends(self) -> list[Event]:
+        """Terminal events."""
+        return [*self.of(Finished), *self.of(Failed)]
+
+
+@pytest.fixture
+async def bench() -> AsyncIterator[Bench]:
+    """Two machines that serve."""
+    links = [ScriptedLink("a"), ScriptedLink("b")]
+    site = Site(links)
+    engine = PeersEngine(site, EngineSettings(peer_grace_s=0.0, peer_wait_s=0.0))
+    found = Bench(site, engine, links)
+    await engine.start(found.told.extend)
+    for link in links:
+        await site.ask_now(link.name)
+    yield found
+    engine.kill()
+    await site.close()
+
+
+async def test_a_request_goes_on_from_its_tokens_at_another_machine(bench: Bench) -> None:
+    """P7: same seed, every token once, one end."""
+    bench.submit()
+    first, lost = bench.run, bench.link
+    first.say_all([Admitted("r", prompt_tokens=3, slot=1)])
+    first.say(1, mu=0.5)
+    first.say(2, 3, mu=0.7)
+    first.end(LOST)
+    assert bench.run.submit.generated == [[1, 2, 3]]
+    assert bench.run.submit.mirostat_mu == [0.7]
+    assert bench.run.submit.vocabulary_sample == "v"
+    assert bench.run.submit.request.sampling.seed == 5
+    assert bench.run.submit.request_id == "r.hop2"
+    assert bench.link is not lost
+    first.say(9)  # what a lost machine still says counts for nothing
+    bench.run.say(4, reason=FinishReason.LENGTH)
+    bench.run.finish()
+    await bench.settle()
+    assert bench.tokens == [1, 2, 3, 4]
+    assert {event.request_id for event in bench.of(Delta)} == {"r"}
+    assert len(bench.of(Parked)) == 1
+    assert bench.ends == bench.of(Finished)
+    assert len(bench.ends) == 1
+
+
+async def test_a_machine_that_sheds_is_no_end_of_a_request(bench: Bench) -> None:
+    """P8: another is asked before its first token; its client hears of nothing, or of the last refusal."""
+    bench.submit()
+    bench.run.end(QueueFullError("full", retry_after_s=3.0))
+    assert bench.run.submit.generated == []
+    bench.run.end(QueueFullError("full too", retry_after_s=4.0))
+    await bench.settle()
+    (failed,) = bench.of(Failed)
+    assert failed.error.code == "queue_full"
+    assert not bench.of(Delta)
+
+
+async def test_a_fault_of_the_request_is_told_at_once(bench: Bench) -> None:
+    """P8: what another machine would refuse as well is not asked of it."""
+    bench.submit()
+    bench.run.say(1)
+    run = bench.run
+    run.say_all([Failed(run.submit.request_id, StepFailedError("no").info())])
+    await bench.settle()
+    assert [event.error.code for event in bench.of(Failed)] == ["step_failed"]
+    assert sum(len(link.runs) for link in bench.links) == 1
+
+
+@pytest.mark.parametrize(
+    "answer", [look(is_ready=False), look(state="closing", is_ready=False), look(is_suspended=True), None]
+)
+async def test_a_machine_that_is_drained_or_sleeps_hands_its_requests_over(
+    bench: Bench, answer: PeerLook | None
+) -> None:
+    """P7: as soon as it says so, or does not answer twice; it is told to leave them."""
+    bench.submit()
+    first, machine = bench.run, bench.link
+    first.say(1)
+    for _ in range(2):
+        await bench.turn(machine, answer or LOST)
+    assert first.is_abandoned
+    assert bench.run.submit.generated == [[1]]
+    assert bench.link is not machine
+
+
+async def test_a_request_stays_where_no_other_machine_can_go_on(bench: Bench) -> None:
+    """P7: a machine that sleeps keeps it, if the other is gone."""
+    bench.submit()
+    bench.run.say(1)
+    await bench.turn(bench.other, look(is_ready=False))
+    await bench.turn(bench.link, look(is_suspended=True))
+    assert not bench.run.is_abandoned
+    assert not bench.ends
+
+
+async def test_an_answer_that_a_machine_cuts_short_as_it_ends_goes_on(bench: Bench) -> None:
+    """P7: an end as cancelled that nobody asked for is one only where the machine stays."""
+    bench.submit()
+    bench.run.say(1)
+    bench.link.answer = look(is_ready=False)
+    bench.run.say(reason=FinishReason.CANCELLED)
+    first = bench.run
+    first.finish()
+    await bench.settle()
+    assert bench.run is not first
+    bench.run.say(2)
+    bench.run.say(reason=FinishReason.CANCELLED)  # this one was cancelled by somebody there
+    bench.run.finish()
+    await bench.settle()
+    assert bench.tokens == [1, 2]
+    assert bench.of(Delta)[-1].finish_reason is FinishReason.CANCELLED
+    assert len(bench.ends) == 1
+
+
+async def test_tokens_of_another_vocabulary_go_on_nowhere(bench: Bench) -> None:
+    """P9: a typed error, not another text."""
+    bench.submit()
+    await bench.turn(bench.other, look(vocabulary="another"))
+    bench.run.say(1)
+    bench.run.end(LOST)
+    await bench.settle()
+    (failed,) = bench.of(Failed)
+    assert failed.error.code == "vocabulary_mismatch"
+    assert sum(len(link.runs) for link in bench.links) == 1
+
+
+async def test_a_request_that_takes_machines_with_it_gets_no_fourth() -> None:
+    """P7: three machines lost without a token between them convict it."""
+    links = [ScriptedLink(name) for name in "abcde"]
+    site = Site(links)
+    engine = PeersEngine(site, EngineSettings())
+    found = Bench(site, engine, links)
+    await engine.start(found.told.extend)
+    for link in links:
+        await site.ask_now(link.name)
+    found.submit()
+    for _ in range(3):
+        found.run.say_all([Queued(found.run.submit.request_id, 0)])
+        found.run.end(LOST)
+    await found.settle()
+    assert [event.error.code for event in found.of(Failed)] == ["engine_crashed"]
+    assert sum(len(link.runs) for link in links) == 3
+    engine.kill()
+    await site.close()
+
+
+async def test_a_cancel_ends_it_here_and_there(bench: Bench) -> None:
+    """P7: one end, and the machine is told."""
+    bench.submit(n=2)
+    first = bench.run
+    first.say(1)
+    bench.engine.send(Cancel("r"))
+    await bench.settle()
+    assert first.is_abandoned
+    assert [delta.finish_reason for delta in bench.of(Delta)[1:]] == [FinishReason.CANCELLED] * 2
+    assert len(bench.of(Finished)) == 1
+
+
+async def test_a_paused_request_stands_still_at_the_next_machine_too(bench: Bench) -> None:
+    """P7: it is given paused."""
+    bench.submit()
+    bench.run.say(1)
+    bench.engine.send(Pause("r"))
+    await bench.settle()
+    assert bench.link.steered == [("r", "pause")]
+    bench.run.end(LOST)
+    assert bench.run.submit.is_paused
+
+
+async def test_the_client_gets_its_requests_back_when_the_gate_sleeps(bench: Bench) -> None:
+    """P7: nothing ends, and every machine is left."""
+    bench.submit()
+    first = bench.run
+    bench.engine.send(Suspend(1.0))
+    assert first.is_abandoned
+    assert (await bench.engine.wait()).status == 0
+    assert not bench.ends
+
+
+async def test_a_model_is_ready_where_any_machine_has_it(bench: Bench) -> None:
+    """P10: and a load goes to one machine."""
+    bench.engine.send(KnowModel(ModelSpec(id=MODEL, path="")))
+    await bench.settle()
+    assert [event.state for event in bench.of(ModelState)] == ["loading", "ready"]
+    assert bench.of(ModelState)[-1].info.num_slots == 4
+    for link in bench.links:
+        await bench.turn(link, look(life="absent"))
+    assert bench.of(ModelState)[-1].state == "absent"
+    bench.engine.send(LoadModel(ModelSpec(id=MODEL, path="")))
+    await bench.settle()
+    assert [link.operated for link in bench.links].count(["load"]) == 1
+    assert bench.of(ModelState)[-1].state == "ready"
+
+
+async def test_no_machine_is_a_typed_error_that_names_each(bench: Bench) -> None:
+    """P8: of a request that no machine had."""
+    for link in bench.links:
+        await bench.turn(link, look(is_ready=False))
+    bench.submit()
+    await bench.settle()
+    (failed,) = bench.of(Failed)
+    assert failed.error.code == "no_machine"
+    assert set(failed.error.details["machines"]) == {"a", "b"}
+
+
+def test_a_machine_that_failed_is_tried_by_one_request() -> None:
+    """P8: back-off, then one trial, then as any other."""
+    breaker = Breaker()
+    breaker.answered()
+    assert breaker.state is Gauge.CLOSED
+    breaker.worked()
+    breaker.lost("gone")
+    pauses = []
+    for _ in range(4):
+        breaker.silent("gone")
+        pauses.append(breaker.pause_s)
+    assert pauses == [0.5, 1.0, 2.0, 4.0]
+    assert not breaker.takes
+    breaker.answered()
+    assert breaker.takes
+    breaker.began()
+    assert not breaker.takes
+    breaker.worked()
+    assert breaker.takes
+
+
+def test_the_turns_of_a_conversation_are_the_beginning_of_its_next_request() -> None:
+    """P1: what a template wrote before is hashed alike; another key's is not."""
+
+    def asked(*turns: str, salt: str = "", system: str = "") -> tuple[int, ...]:
+        told = [*([f"<|im_start|>system\n{system}"] if system else []), *turns]
+        text = "".join(f"{turn}<|im_end|>\n" for turn in told) + "<|im_start|>assistant\n"
+        return chain_of(GenerateRequest(prompt=text, model=MODEL, cache_salt=salt))
+
+    user, answer, again = "<|im_start|>user\nHi", "<|im_start|>assistant\nHello", "<|im_start|>user\nMore"
+    for system in ("", "Be short.", "x" * 2000):
+        first, second = asked(user, system=system), asked(user, answer, again, system=system)
+        assert second[: len(first)] == first
+        assert asked(user, system=system, salt="other") != first
+    assert asked(user) != asked(again)
+    tokens = tuple(range(600))
+    blocks = chain_of(GenerateRequest(prompt=tokens, model=MODEL))
+    assert chain_of(GenerateRequest(prompt=tokens[:512], model=MODEL)) == blocks
+    assert msgspec.json.encode(blocks)
