@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import gc
 import os
 import signal
 import socket
@@ -184,6 +185,7 @@ def test_at_rest_no_process_is_kept_and_the_next_job_starts_one(pools: Pools) ->
 def test_closing_ends_every_process_and_every_job() -> None:
     """Nothing is left: no process, no zombie, no descriptor, no thread, nobody who waits."""
     own = psutil.Process()
+    gc.collect()  # what other tests left behind is closed before it is counted, or never
     num_fds, pids = own.num_fds(), {child.pid for child in own.children()}
     threads = set(threading.enumerate())  # of other tests too
     pool = WorkerPool(Bounds(limit_s=60.0, max_of_group=1))
@@ -197,7 +199,7 @@ def test_closing_ends_every_process_and_every_job() -> None:
     with pytest.raises(NotReadyError, match="closed"):
         pool.submit(chat(), Layout).result()
     assert {child.pid for child in own.children()} == pids
-    assert own.num_fds() == num_fds
+    assert own.num_fds() <= num_fds
     later = set(threading.enumerate()) - threads
     assert not [thread for thread in later if thread.name == "stoker-worker"]
 
@@ -218,6 +220,7 @@ def test_without_a_free_descriptor_a_job_is_refused_and_the_next_is_done(
     """L9: an error that may pass, nothing leaks, and nothing is broken for good."""
     pool, own = pools(), psutil.Process()
     pool.submit(chat(), Layout).result()
+    gc.collect()  # what other tests left behind
     num_fds = own.num_fds()
 
     def refuse(*_: object, **__: object) -> None:
@@ -231,7 +234,7 @@ def test_without_a_free_descriptor_a_job_is_refused_and_the_next_is_done(
             pool.submit(chat(), Layout).result()
         assert caught.value.retry_after_s
     assert "Hi" in pool.submit(chat(), Layout).result().prompt
-    assert own.num_fds() == num_fds
+    assert own.num_fds() <= num_fds
 
 
 def test_without_a_thread_a_job_is_refused(pools: Pools, monkeypatch: pytest.MonkeyPatch) -> None:
