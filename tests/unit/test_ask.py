@@ -101,11 +101,16 @@ async def test_every_call_takes_an_id_and_its_deltas_carry_it(runtime: Runtime):
 
 
 @pytest.mark.parametrize("is_chat", [True, False])
-async def test_place_and_progress_are_told_beside_the_text(runtime: Runtime, is_chat):
-    """FOUND library, S2: who reads deltas hears of the queue and of the prompt too."""
+async def test_place_and_progress_are_told_beside_the_text(is_chat):
+    """FOUND library, S2: who reads deltas hears of the queue and of the prompt too.
+
+    Steps take their time here: a reader that comes late is told of the last one alone.
+    """
     told: list[Any] = []
-    call = runtime.chat if is_chat else runtime.generate
-    text = await text_of(call("hi " * 700, max_tokens=2, return_progress=True, on_notice=told.append))
+    slow = f"{FAKE},step_delay_s=0.1"
+    async with Runtime(slow, isolation="thread", ctx_size=8192, slots=4, drain_s=0.0) as runtime:
+        call = runtime.chat if is_chat else runtime.generate
+        text = await text_of(call("hi " * 700, max_tokens=2, return_progress=True, on_notice=told.append))
     assert len(text) == 2
     kinds = [type(notice) for notice in told]
     assert kinds[0] is Queued

@@ -69,7 +69,7 @@ def held(monkeypatch):
 @pytest.fixture
 def machine(make):
     """A model in memory whose line nobody leaves: it takes one request at a time."""
-    machine = make()
+    machine = make(max_prepare_s=30.0)
     machine.have("a", n_ctx=N_CTX)
     return machine
 
