@@ -241,7 +241,7 @@ def test_a_paused_prompt_goes_on_from_where_its_step_was_ended():
 def test_no_step_is_long_while_another_request_is_there():
     """SPEC Q27: one that waits and one that is being prepared; a paused one is not there."""
     with timed(num_slots=1) as engine:
-        engine.submit("long", prompt=PROMPT)  # the first: it is prepared before "q", which would be done with soon
+        engine.submit("long", prompt=PROMPT)  # first prepared: "q" alone would soon be done with
         engine.submit("q", prompt=QUESTION, max_tokens=4, priority=Priority.BACKGROUND)
         engine.run("long", "q")
         assert not long_ones(engine)
