@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
+import socket
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -55,6 +58,15 @@ def gate(start_server: Start, machines: list[ServerThread], tmp_path: Path) -> S
     found = start_server(lambda: GateRuntime(settings))
     found.ready.result(60)
     return found
+
+
+def until(is_done: Callable[[], bool]) -> None:
+    """Return as soon as it is."""
+    for _ in range(6000):
+        if is_done():
+            return
+        time.sleep(0.01)
+    raise AssertionError("not reached")
 
 
 def text_of(answer: httpx.Response) -> str:
@@ -231,3 +243,26 @@ def test_peers_of_a_file_are_taken_over_while_requests_run(
             asyncio.run_coroutine_threadsafe(work, gate._loop).result(10)
     assert text == whole
     assert len(httpx.get(f"{gate.url}/v1/runtime").json()["slots"]) == 4
+
+
+def test_a_gate_that_no_machine_answers_says_so_and_serves_as_soon_as_one_does(
+    start_server: Start, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """P10: every wait says what for: to callers, to operators, in the log; never to those without a key."""
+    with socket.socket() as nobody:
+        nobody.bind(("127.0.0.1", 0))  # and does not listen
+        name = f"127.0.0.1:{nobody.getsockname()[1]}"
+        settings = EngineSettings(peers=[f"http://{name}"], run_dir=tmp_path, states_dir=tmp_path / "states")
+        with caplog.at_level(logging.WARNING, "stoker.gate.site"):
+            gate = start_server(lambda: GateRuntime(settings))
+            until(lambda: "waiting until one does" in caplog.text)
+        with httpx.Client(base_url=gate.url, timeout=60) as http:
+            for answer in (http.post("/v1/chat/completions", json=CHAT), http.get("/v1/runtime")):
+                assert answer.status_code == 503
+                assert f"no machine serves yet ({name}: " in answer.json()["error"]["message"]
+            assert name not in http.get("/ready").text
+            machine = start_server(make_machine)
+            work = gate.runtime.take_settings(settings.replace(peers=[machine.url]))
+            asyncio.run_coroutine_threadsafe(work, gate._loop).result(10)
+            gate.ready.result(60)
+            assert text_of(http.post("/v1/completions", json=ASKED))

@@ -92,6 +92,7 @@ class Client:
         allows_downloads: references of the hub among the models are downloaded at the start.
         on_arrival: as `Runtime.on_arrival`.
         new_transport, read_source: as given; finds the models of settings. They may be set before `start`.
+        waits_for: what the start waits for, for people; empty: nothing else than its own work.
         on_call: called with each group that has ended, and with `finished`, `cancelled` or an error's code.
     """
 
@@ -114,6 +115,7 @@ class Client:
         self._settings = settings
         self.new_transport = new_transport
         self.read_source: ReadSource = _read_source
+        self.waits_for: Callable[[], str] = str
         self._max_tokens: int | None = None
 
     def __repr__(self) -> str:
@@ -224,14 +226,16 @@ class Client:
     # ------------------------------------------------------------ questions
 
     def running(self) -> EngineSupervisor:
-        """The supervisor. Raises NotReadyError before `start`."""
+        """The supervisor. Raises NotReadyError before `start`, and while that waits for something."""
         if self.supervisor is None:
-            raise NotReadyError("the runtime was not started")
+            raise NotReadyError(self.waits_for() or "the runtime was not started")
         return self.supervisor
 
     def health(self) -> EngineHealth:
         """Whether an engine serves; before `start` it is starting."""
-        return self.supervisor.health() if self.supervisor else EngineHealth(state=EngineState.STARTING)
+        if self.supervisor is not None:
+            return self.supervisor.health()
+        return EngineHealth(state=EngineState.STARTING, reason=self.waits_for())
 
     def model_states(self) -> list[ModelStatus]:
         """Every served model and every download as last heard of; needs no engine."""

@@ -8,6 +8,7 @@ FIRST_S = 0.25
 LAST_S = 10.0
 MAX_FAILED_LOOKS = 2
 """In a row; a request that a machine loses says more, and one of these is enough."""
+NOT_ASKED = "it was not asked yet"
 
 
 class Gauge(StrEnum):
@@ -30,7 +31,7 @@ class Breaker:
 
     def __init__(self) -> None:
         self.state = Gauge.OPEN  # until it has answered once
-        self.reason = "it was not asked yet"
+        self.reason = NOT_ASKED
         self.has_trial = False
         self.is_refused = False
         self._pause_s = FIRST_S

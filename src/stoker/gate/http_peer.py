@@ -15,7 +15,7 @@ from stoker.ipc.status import RuntimeStatus
 from stoker.remote import wire
 from stoker.remote.bodies import request_body, request_path
 from stoker.remote.calls import pieces_of
-from stoker.remote.connection import ServerConnection
+from stoker.remote.connection import Hints, ServerConnection
 
 if TYPE_CHECKING:
     from stoker.gate.link import OnEnd, OnEvents, PeerRun
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
 LOOK_S = 3.0
 """What a machine may take to say how it is; in a longer step it says what it knows without its engine."""
+_HINTS = Hints(server="", key=" (give an operator's in the file of `peer_key_file`)")
 
 _encode = msgspec.msgpack.Encoder().encode
 
@@ -39,7 +40,7 @@ class HttpPeer:
     """
 
     def __init__(self, url: str, api_key: str | None) -> None:
-        self._server = ServerConnection(url, api_key)
+        self._server = ServerConnection(url, api_key, _HINTS)
         self._server.open()
         self._pool = ConnectionPool(self._server)
         url_read = httpx.URL(self._server.url)

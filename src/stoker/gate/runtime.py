@@ -39,7 +39,11 @@ def links_of(settings: EngineSettings) -> list[PeerLink]:
     keys = _keys_of(settings.peer_key_file)
     links: dict[str, PeerLink] = {}
     for url in settings.peers:
-        link = HttpPeer(url, keys.get(url.rstrip("/"), keys.get(EMBEDDED)))
+        try:
+            link = HttpPeer(url, keys.get(url.rstrip("/"), keys.get(EMBEDDED)))
+        except InvalidRequestError as error:
+            at = "peer_key_file" if error.param == "api_key" else "peers"
+            raise InvalidRequestError(f"{at}: {error.message}", param=at) from None
         if link.name in links:
             raise InvalidRequestError(f"peers: {link.name} is named twice", param="peers")
         links[link.name] = link
@@ -113,6 +117,7 @@ class GateRuntime(Runtime):
         self._site = Site(links_of(settings))
         self._client.new_transport = lambda settings: PeersEngine(self._site, settings)
         self._client.read_source = self._read_source
+        self._client.waits_for = self._site.why_down
         self._site.on_models = self._models_changed
         self.take_settings = self._take_settings
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from stoker.errors import MachineSetupError, StokerError
-from stoker.gate.breaker import Breaker, Gauge
+from stoker.gate.breaker import NOT_ASKED, Breaker, Gauge
 from stoker.gate.states import is_draining, peer_state
 from stoker.ipc.model import CLIENT_SIDE, ModelInfo, ModelLife
 from stoker.ipc.status import MachineStatus
@@ -54,6 +54,11 @@ class Machine:
     looked_s: float = 0.0
     wakes: asyncio.Event = field(default_factory=asyncio.Event)
     task: asyncio.Task[None] | None = None
+
+    @property
+    def was_asked(self) -> bool:
+        """Whether it has said how it is, or has failed to, at least once."""
+        return self.look is not None or self.breaker.reason != NOT_ASKED
 
     @property
     def is_up(self) -> bool:
@@ -164,17 +169,26 @@ class Site:
                 )
 
     async def until_up(self) -> None:
-        """Until a machine takes requests.
+        """Until a machine takes requests; the log has why none does.
 
         Raises:
             MachineSetupError: every machine answers and refuses this gate.
         """
+        told = ""
         while not any(machine.is_up for machine in self):
             self._changed.clear()
             await self._changed.wait()
+            if (why := self.why_down()) != told and all(machine.was_asked for machine in self):
+                told = why
+                log.warning("%s; waiting until one does", why)
             refusals = [one.breaker.reason for one in self if one.breaker.is_refused]
             if len(refusals) == len(self._machines):
                 raise MachineSetupError(f"no machine lets this gate in: {'; '.join(refusals)}", param="peers")
+
+    def why_down(self) -> str:
+        """Why no machine takes requests, for people; empty: one does."""
+        reasons = [f"{one.link.name}: {one.why_not}" for one in self]
+        return "" if any(one.is_up for one in self) else f"no machine serves yet ({'; '.join(reasons)})"
 
     async def close(self) -> None:
         """Ask no more, and disconnect. Idempotent."""

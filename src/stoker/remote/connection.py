@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, Coroutine, Iterator, Mapping
 from contextlib import aclosing, contextmanager
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import httpx
 import msgspec
@@ -37,9 +37,7 @@ ANSWER_S = 30.0
 """Of what a server answers without computing."""
 QUIET_S = 6 * BEAT_S
 PING_S = 10.0
-_HINT = "start one with `stoker serve`, or say where one is with `url` or STOKER_URL"
-_GIVE_KEY = " (give it as `api_key` or in STOKER_API_KEY)"
-_HINTS = {AuthenticationError.code: _GIVE_KEY, OperatorOnlyError.code: _GIVE_KEY}
+_WANT_KEYS = frozenset({AuthenticationError.code, OperatorOnlyError.code})
 _NO_SUCH_ROUTE = frozenset({"not_found", "method_not_allowed"})
 
 _SHORT = httpx.Timeout(ANSWER_S, connect=CONNECT_S)
@@ -52,12 +50,28 @@ _LIMITS = httpx.Limits(max_connections=None, max_keepalive_connections=32, keepa
 _encoder = msgspec.json.Encoder()
 
 
+class Hints(NamedTuple):
+    """What messages add for whoever can do something about it.
+
+    Attributes:
+        server: where none answers.
+        key: where one is missing or not enough.
+    """
+
+    server: str = "; start one with `stoker serve`, or say where one is with `url` or STOKER_URL"
+    key: str = " (give it as `api_key` or in STOKER_API_KEY)"
+
+
+OF_CALLERS = Hints()
+
+
 class ServerConnection:
     """One server, from `open` to `close`.
 
     Args:
         url: of the server; the /v1 of its OpenAI API may stand behind it.
         api_key: None: it asks for none.
+        hints: for messages.
 
     Attributes:
         url: as it is shown.
@@ -67,7 +81,7 @@ class ServerConnection:
         InvalidRequestError: the URL or the key is none.
     """
 
-    def __init__(self, url: str, api_key: str | None) -> None:
+    def __init__(self, url: str, api_key: str | None, hints: Hints = OF_CALLERS) -> None:
         if not isinstance(url, str):
             text = f"url is a text such as http://127.0.0.1:8686, got {type(url).__name__}"
             raise InvalidRequestError(text, param="url")
@@ -90,6 +104,7 @@ class ServerConnection:
             self.headers["Authorization"] = f"Bearer {api_key}"
         self._http: httpx.AsyncClient | None = None
         self._num_open = 0
+        self._hints = hints
 
     def __repr__(self) -> str:
         return f"<ServerConnection {self.url}, {self._num_open} calls>"
@@ -218,7 +233,7 @@ class ServerConnection:
     def _lost(self, error: httpx.HTTPError) -> ServerLostError:
         reason = str(error) or type(error).__name__
         if isinstance(error, httpx.ConnectError | httpx.ConnectTimeout):
-            text = f"no server answers at {self.url} ({reason}); {_HINT}"
+            text = f"no server answers at {self.url} ({reason}){self._hints.server}"
         elif isinstance(error, httpx.ReadTimeout):
             text = f"the server at {self.url} does not answer any more: it was silent for too long"
         else:
@@ -269,7 +284,7 @@ class ServerConnection:
             code, message = str(error["code"]), str(error["message"])
             info = ErrorInfo(
                 code=code,
-                message=message + _HINTS.get(code, ""),
+                message=message + (self._hints.key if code in _WANT_KEYS else ""),
                 http_status=answer.status_code,
                 param=error.get("param"),
                 retry_after_s=error.get("retry_after_s") or _seconds(answer.headers.get("Retry-After")),

@@ -9,6 +9,7 @@ import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from stoker.client.process.lifecycle import EngineState
 from stoker.errors import NotReadyError
 from stoker.ipc.model import ModelLife
 from stoker.server.inbound.bodies import IncomingBodies
@@ -116,6 +117,8 @@ class ServerContext:
         health = self.runtime.health()
         if health.is_alive:
             text = (about or loading_text)(self.runtime.model_states())
+            if health.state == EngineState.STARTING and health.reason and about is None:
+                text = health.reason
             raise NotReadyError(f"{text}; /ready tells when they are", retry_after_s=RETRY_AFTER_S)
         text = f"the engine is {health.state} for {health.for_s:.0f} s, last: {health.reason}"
         raise NotReadyError(text, retry_after_s=max(RETRY_AFTER_S, health.next_start_s or 0.0))
@@ -135,6 +138,8 @@ def loading_text(models: Sequence[ModelStatus]) -> str:
 
 def ready_count_text(models: Sequence[ModelStatus]) -> str:
     """The same without names, for those who come without a key."""
+    if not models:
+        return loading_text(models)
     num_ready = sum(model.state == ModelLife.READY for model in models)
     return f"the models are not ready yet ({num_ready} of {len(models)})"
 
