@@ -1,5 +1,7 @@
 """One file of the disk tier: its layout, and what is checked before it is used (SPEC C9).
 
+`encode` and `decode` are the same as bytes, for prefixes that travel without a file.
+
 Numbers are little-endian. A fixed head, then the model's fingerprint and its path as text, then the token
 ids (`cache.radix`), then the state as the native library gave it out:
 
@@ -22,7 +24,7 @@ import sys
 import zlib
 from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import NamedTuple, Self
 
@@ -37,6 +39,7 @@ _HEAD = struct.Struct(f"<8s4sHHI{DIGEST_BYTES}sHHIQ32sI")
 _CRC_BYTES = 4
 _BACKGROUND, _EXACT = 1, 2  # flags
 _PIECE_BYTES = 1 << 20
+_OTHER_STATE = "its state has another checksum than was written"
 
 
 class DamagedError(ValueError):
@@ -124,6 +127,55 @@ def head_of(new: NewPrefix, payload: memoryview) -> bytes:
     return _HEAD.pack(*fields, _crc(_HEAD.pack(*fields, 0), rest)) + rest
 
 
+def encode(new: NewPrefix, payload: memoryview) -> bytes:
+    """A whole file as bytes."""
+    return b"".join((head_of(new, payload), payload))
+
+
+def decode(data: bytes | bytearray | memoryview) -> tuple[NewPrefix, memoryview]:
+    """What `encode` was given, the state as a view of `data`.
+
+    Raises:
+        DamagedError: the bytes are not what was written.
+    """
+    view = memoryview(data).cast("B")
+    new, checksum, start = decode_head(view, view.nbytes)
+    payload = view[start:]
+    if hashlib.sha256(payload).digest() != checksum:
+        raise DamagedError(_OTHER_STATE)
+    return new, payload
+
+
+def decode_head(data: memoryview, size_bytes: int) -> tuple[NewPrefix, bytes, int]:
+    """What a file is made for, the SHA-256 of its state, and where that begins.
+
+    Args:
+        data: the file's first bytes, all before the state at least.
+        size_bytes: of the whole file.
+
+    Raises:
+        DamagedError: it is not to be believed, or `data` ends before the state.
+    """
+    raw = bytes(data[: _HEAD.size])
+    head = _parse(raw, size_bytes)
+    start = size_bytes - head.payload_bytes
+    if data.nbytes < start:
+        raise DamagedError(f"its head ends after {data.nbytes} of {start} bytes")
+    rest = bytes(data[_HEAD.size : start])
+    if _crc(raw[:-_CRC_BYTES] + bytes(_CRC_BYTES), rest) != head.crc:
+        raise DamagedError("its head has another checksum than was written")
+    texts = head.size - _HEAD.size
+    new = NewPrefix(
+        namespace=head.namespace,
+        model=_decode(rest[: head.model_size]),
+        source=_decode(rest[head.model_size : texts]),
+        tokens=rest[texts:],
+        is_background=bool(head.flags & _BACKGROUND),
+        is_exact=bool(head.flags & _EXACT),
+    )
+    return new, head.checksum, start
+
+
 class PrefixReader:
     """An open prefix file with its head read and checked.
 
@@ -143,22 +195,15 @@ class PrefixReader:
             found = os.fstat(self._fd)
             if not stat.S_ISREG(found.st_mode):
                 raise DamagedError("it is no regular file")  # noqa: TRY301 - closed below
-            head, rest = self._read_head(found.st_size)
+            new, self._checksum, start = self._read_head(found.st_size)
         except BaseException:
             os.close(self._fd)
             raise
-        self._checksum = head.checksum
-        texts = head.size - _HEAD.size
         self.file = PrefixFile(
+            **asdict(new),
             name=path.name,
-            namespace=head.namespace,
-            model=_decode(rest[: head.model_size]),
-            source=_decode(rest[head.model_size : texts]),
-            tokens=rest[texts:],
             size_bytes=found.st_size,
-            payload_bytes=head.payload_bytes,
-            is_background=bool(head.flags & _BACKGROUND),
-            is_exact=bool(head.flags & _EXACT),
+            payload_bytes=found.st_size - start,
             used_s=found.st_mtime,
         )
 
@@ -208,17 +253,13 @@ class PrefixReader:
 
     def _compare(self, checksum: bytes) -> None:
         if checksum != self._checksum:
-            raise DamagedError("its state has another checksum than was written")
+            raise DamagedError(_OTHER_STATE)
 
-    def _read_head(self, file_size: int) -> tuple[_Head, bytes]:
-        """The head and what stands between it and the state."""
+    def _read_head(self, file_size: int) -> tuple[NewPrefix, bytes, int]:
+        """As `decode_head`."""
         raw = os.pread(self._fd, _HEAD.size, 0)
-        head = _parse(raw, file_size)
-        wanted = head.size - _HEAD.size + head.num_tokens * TOKEN_BYTES
-        rest = os.pread(self._fd, wanted, _HEAD.size)
-        if _crc(raw[:-_CRC_BYTES] + bytes(_CRC_BYTES), rest) != head.crc:
-            raise DamagedError("its head has another checksum than was written")
-        return head, rest
+        rest = os.pread(self._fd, file_size - _parse(raw, file_size).payload_bytes - _HEAD.size, _HEAD.size)
+        return decode_head(memoryview(raw + rest), file_size)
 
 
 def _parse(raw: bytes, file_size: int) -> _Head:
