@@ -6,6 +6,7 @@ import json
 import os
 import socket
 
+import msgspec
 import pytest
 from stand_in import INFO, StandInRuntime
 from typer.testing import CliRunner
@@ -14,7 +15,15 @@ from stoker.cli.app import app
 from stoker.cli.commands import ps, remote
 from stoker.errors import InsufficientMemoryError
 from stoker.ipc.request import Priority
-from stoker.ipc.status import DeviceStatus, EngineStatus, MemoryStatus, ModelStatus, SlotStatus, WaitStatus
+from stoker.ipc.status import (
+    DeviceStatus,
+    EngineStatus,
+    MachineStatus,
+    MemoryStatus,
+    ModelStatus,
+    SlotStatus,
+    WaitStatus,
+)
 from stoker.server.run_file import RunFile, registered
 from stoker.settings import EngineSettings
 
@@ -131,6 +140,22 @@ def test_ps_shows_the_memory_of_each_accelerator(call, scripted):
         " CUDA1: NVIDIA H100, 80 GiB of 80 GiB free, held by process 7 (model qwen)"
     ) in lines
     assert "CPU:" not in lines
+
+
+def test_ps_at_a_gate_shows_its_machines(call, scripted):
+    """P10: a line a machine, and how many are up in the place of an engine."""
+    up = MachineStatus(
+        name="a:1", url="http://a:1", state="up", num_slots=8, num_busy=2, num_requests=3, models=["m"]
+    )
+    down = MachineStatus(
+        name="b:2", url="http://b:2", state="down", num_slots=8, num_moved=5, reason="no server answers"
+    )
+    scripted.runtime.engine = msgspec.structs.replace(busy_engine(), machines=[up, down])
+    lines = [" ".join(line.split()) for line in call("ps").stdout.splitlines()]
+    assert "a:1 up 2/8 3 0 m" in lines
+    assert "b:2 down 0 5 no server answers" in lines
+    assert "machines: 1 of 2 up" in lines
+    assert not any(line.startswith("engine:") for line in lines)
 
 
 def test_ps_speaks_json(call):

@@ -10,13 +10,14 @@ import socket
 import subprocess
 import sys
 import threading
+from functools import partial
 from types import SimpleNamespace
 
 import httpx
 import msgspec
 import pytest
 
-from stoker.cli.serve_screen import StatusLine, facts_of
+from stoker.cli.serve_screen import StatusLine, engine_facts, facts_of
 from stoker.ipc.model import ModelInfo
 from stoker.ipc.status import EngineHealth, EngineStatus, MemoryStatus, ModelStatus, RuntimeStatus
 from stoker.settings import EngineSettings, ServerSettings
@@ -339,7 +340,7 @@ def test_the_block_says_whether_answers_are_repeatable_and_what_that_takes(is_re
         second_port=None,
         context=SimpleNamespace(runtime=SimpleNamespace(models=[info])),
     )
-    facts = facts_of(service, EngineSettings(), ServerSettings())
+    facts = facts_of(service, ServerSettings(), partial(engine_facts, EngineSettings()))
     assert [text for name, text in facts if name == "repeatable"] == shown
 
 

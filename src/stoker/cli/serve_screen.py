@@ -10,6 +10,7 @@ import asyncio
 import logging
 import sys
 import time
+from functools import partial
 from importlib.metadata import version
 from typing import TYPE_CHECKING
 
@@ -21,7 +22,7 @@ from stoker.server.serve import Screen
 from stoker.wording import count_text, duration_text, size_text
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Callable, Iterable, Sequence
 
     from rich.console import Console
     from rich.text import Text
@@ -31,6 +32,8 @@ if TYPE_CHECKING:
     from stoker.ipc.status import RuntimeStatus, SlotStatus
     from stoker.server.service import Service
     from stoker.settings import EngineSettings, ServerSettings
+
+    OwnFacts = Callable[[Sequence[ModelInfo]], list[tuple[str, str]]]
 
 log = logging.getLogger(__name__)
 
@@ -45,10 +48,11 @@ class ServeInLog(Screen):
     Args:
         engine: the engine's settings.
         server: the server's.
+        own: what there is to know beside its addresses and models; None: of an engine of its own.
     """
 
-    def __init__(self, engine: EngineSettings, server: ServerSettings) -> None:
-        self._engine, self._server = engine, server
+    def __init__(self, engine: EngineSettings, server: ServerSettings, own: OwnFacts | None = None) -> None:
+        self._server, self._own = server, own or partial(engine_facts, engine)
 
     def loading(self, state: ModelState) -> None:
         """The log has it."""
@@ -56,7 +60,7 @@ class ServeInLog(Screen):
     def ready(self, line: str, service: Service) -> None:
         """Print the readiness line, and log what else there is to know."""
         print(line, flush=True)
-        facts = facts_of(service, self._engine, self._server)
+        facts = facts_of(service, self._server, self._own)
         log.info("ready: %s", "; ".join(f"{name}: {text}" for name, text in facts if name))
 
 
@@ -64,13 +68,15 @@ class ServeInTerminal(Screen):
     """For a person.
 
     Args:
-        engine: the engine's settings.
-        server: the server's.
+        engine, server, own: as of `ServeInLog`.
         console: on stderr, a terminal.
     """
 
-    def __init__(self, engine: EngineSettings, server: ServerSettings, console: Console) -> None:
-        self._engine, self._server, self._console = engine, server, console
+    def __init__(
+        self, engine: EngineSettings, server: ServerSettings, console: Console, own: OwnFacts | None = None
+    ) -> None:
+        self._server, self._console = server, console
+        self._own = own or partial(engine_facts, engine)
         self._began_s = time.monotonic()
         self._activity: Activity | None = None
         self._status = StatusLine(self._began_s)
@@ -92,7 +98,7 @@ class ServeInTerminal(Screen):
         self._end_loading()
         Console(file=sys.stdout, soft_wrap=True, highlight=False, markup=False).print(line, style="dim")
         sys.stdout.flush()
-        facts = facts_of(service, self._engine, self._server)
+        facts = facts_of(service, self._server, self._own)
         table = Table(box=None, show_header=False, padding=(0, 0, 0, 2))
         table.add_column(style="dim", no_wrap=True)
         table.add_column(overflow="fold", min_width=max(len(text) for _, text in facts if " " not in text))
@@ -200,7 +206,7 @@ class StatusLine:
         return speed
 
 
-def facts_of(service: Service, engine: EngineSettings, server: ServerSettings) -> list[tuple[str, str]]:
+def facts_of(service: Service, server: ServerSettings, own: OwnFacts) -> list[tuple[str, str]]:
     """What a person wants to know of a server that is ready, each with its name."""
     host, port = service.address
     url = url_of(host, port)
@@ -212,9 +218,13 @@ def facts_of(service: Service, engine: EngineSettings, server: ServerSettings) -
     facts.append(("status", f"{url}/v1/runtime"))
     facts.append(("metrics", f"{url}/metrics"))
     facts += [("model" if at == 0 else "", _model_text(info)) for at, info in enumerate(models)]
-    facts.append(("slots", f"{engine.slots}, {_context(engine, models)}"))
     facts.append(("keys", _keys_text(host, server)))
-    facts.append(("cache", _cache_text(engine)))
+    return facts + own(models)
+
+
+def engine_facts(engine: EngineSettings, models: Sequence[ModelInfo]) -> list[tuple[str, str]]:
+    """The same of an engine of its own."""
+    facts = [("slots", f"{engine.slots}, {_context(engine, models)}"), ("cache", _cache_text(engine))]
     if models:
         facts.append(("computes on", f"{models[0].label}, {count_text(models[0].num_threads, 'thread')}"))
         facts += [("repeatable", text) for text in _repeatable_text(models[0])]

@@ -178,7 +178,8 @@ class Site:
         while not any(machine.is_up for machine in self):
             self._changed.clear()
             await self._changed.wait()
-            if (why := self.why_down()) != told and all(machine.was_asked for machine in self):
+            why = self.why_down()
+            if why not in {"", told} and all(machine.was_asked for machine in self):
                 told = why
                 log.warning("%s; waiting until one does", why)
             refusals = [one.breaker.reason for one in self if one.breaker.is_refused]

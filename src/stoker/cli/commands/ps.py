@@ -32,6 +32,9 @@ def ps(*, as_json: AsJson = False, url: Url = None, api_key: ApiKey = None) -> N
     if any(slot["state"] in _BUSY for slot in status["slots"]) or _num_waiting(status):
         console.print()
         _print_requests(console, status)
+    if machines := status.get("machines"):
+        console.print()
+        _print_machines(console, machines)
     for head, text in _summary(status):
         print_line(console, f"{head}: ", text, "dim")
 
@@ -98,6 +101,24 @@ def _print_requests(console: Console, status: dict[str, Any]) -> None:
     print_table(console, ("request", "model", "class", "tokens", "state"), rows)
 
 
+def _print_machines(console: Console, machines: list[dict[str, Any]]) -> None:
+    """Those that a gate serves with."""
+    rows = [
+        (
+            machine["name"],
+            machine["state"],
+            f"{machine['num_busy']}/{machine['num_slots']}" if machine["state"] != "down" else "",
+            str(machine["num_requests"]),
+            str(machine["num_moved"]),
+            machine["reason"] or ", ".join(machine["models"]),
+        )
+        for machine in machines
+    ]
+    styles = ["red" if machine["state"] == "down" else "" for machine in machines]
+    head = ("machine", "state", "slots", "here", "moved", "models, or why it gets nothing")
+    print_table(console, head, rows, styles)
+
+
 def _place(waiting: dict[str, Any]) -> str:
     eta = "" if waiting["eta_s"] is None else f", about {duration_text(waiting['eta_s'])}"
     place = f"{waiting['position']} before it" if waiting["position"] else "next in line"
@@ -112,8 +133,12 @@ def _summary(status: dict[str, Any]) -> list[tuple[str, str]]:
     counts = f"{count_text(engine['threads'], 'thread')}, {count_text(engine['restarts'], 'restart')}"
     available = size_text(memory["available"])
     devices = [(each["id"], _device(each)) for each in engine.get("devices", ()) if each["total"]]
+    computes = ("engine", f"{engine['state']}{label}, {counts}")
+    if machines := status.get("machines"):
+        num_up = sum(machine["state"] == "up" for machine in machines)
+        computes = ("machines", f"{num_up} of {len(machines)} up")
     return [
-        ("engine", f"{engine['state']}{label}, {counts}"),
+        computes,
         (
             "memory",
             f"{used} used, {available} available{pressure}, heat {status['heat']}",

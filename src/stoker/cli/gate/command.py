@@ -44,9 +44,10 @@ def gate(*, config: Config = None, **flags: Any) -> None:
 
     again = None if config is None else partial(load_settings, flags, config)
     is_shown = not server.quiet and server.log_format == "text"
-    screen: Screen = ServeInLog(engine, server)
+    machines = [("machines" if at == 0 else "", url) for at, url in enumerate(engine.peers)]
+    screen: Screen = ServeInLog(engine, server, lambda _: machines)
     if is_shown and console is not None and not console.is_dumb_terminal:
-        screen = ServeInTerminal(engine, server, console)
+        screen = ServeInTerminal(engine, server, console, lambda _: machines)
     raise typer.Exit(run_server(engine, server, screen, GateRuntime, again))
 
 
