@@ -122,6 +122,8 @@ ALLOWED = {
         "routing",
         "runtime",
     },  # other machines in the place of an engine
+    "ray.site": {"errors", "settings", "setting_fields", "site_settings"},  # read where Ray is not
+    "ray.autoscaling": {"ipc"},
     "sync": {"errors", "images", "ipc", "settings", "client", "runtime", "tasks"},
     "llm_plugin": {"errors", "ipc", "settings", "models.store", "sync"},
     "server": BASE
@@ -158,7 +160,7 @@ ALLOWED = {
         "backends",
     }
     | {"backends.device", "backends.registry", "backends.trial", "client", "tasks", "runtime", "remote"}
-    | {"server", "gate"},
+    | {"server", "gate", "ray.site"},
 }
 # Policy is pure: time arrives as an argument, effects leave as values.
 PURE = (
@@ -171,6 +173,7 @@ PURE = (
     "cache.disk.tier",
     "speculation",
     "routing",
+    "ray.autoscaling",
     "machine.ladder",
     "machine.pressure",
     "models.memory_estimate.fit",

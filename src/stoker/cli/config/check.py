@@ -14,6 +14,7 @@ from stoker.client.models.specs import ModelSource
 from stoker.errors import InvalidRequestError, StokerError, error_from_info
 from stoker.models.adapters import read_adapter
 from stoker.models.projector import read_projector
+from stoker.ray.site import TABLE, mistakes_of_ray
 from stoker.server.inbound.security import KeyRing
 from stoker.server.serve import check_addresses
 from stoker.settings import load_settings, mistakes_of, settings_text, toml_problem
@@ -66,9 +67,11 @@ def problems_of(path: Path) -> list[Problem]:
     except tomllib.TOMLDecodeError as error:
         found = _LINE.search(str(error))
         return [Problem(int(found[1]) if found else 0, "", toml_problem(error))]
-    errors: list[StokerError] = list(mistakes_of(document))
+    site = document.pop(TABLE, {})
+    errors: list[StokerError] = [*mistakes_of(document), *mistakes_of_ray(site)]
     places = [error.param or "" for error in errors]
     left_out = ["keys" if place.startswith("keys.") else place for place in places]  # a key needs its hash
+    left_out.append(TABLE)
     while True:
         try:
             engine, server = load_settings({}, path, left_out)
