@@ -2,8 +2,9 @@
 
 A file is a JSON object: `steps`, pairs of tokens and seconds; `slots`; `cache_tokens`, what its cache holds;
 `source`, where they are from. `--measure URL` makes one: it loads a running server with one stream and with
-several, then with one long prompt after the other. After each it reads from `/v1/runtime` how many tokens the
-steps had and how long they took, as `stoker.scheduler.cost` has it.
+several, and after each reads from `/v1/runtime` how many tokens the steps had and how long they took, as
+`stoker.scheduler.cost` has it. Then it gives it long prompts one after the other: what a step of a whole
+batch takes is so many tokens at the speed at which they are read.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import json
 import time
 from itertools import count
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import httpx
@@ -25,8 +27,9 @@ from stoker.scheduler.cost import StepCost
 WAIT_S = 20.0
 """Averages of `/v1/runtime` are of the last 15 s."""
 MIN_ENDED = 2
-STREAMS = (1, 4, 8)
+NUM_PROMPTS = 4
 PROMPT_WORDS = 900
+BATCH_TOKENS = 512
 TIMEOUT_S = 120.0
 
 
@@ -99,54 +102,41 @@ def measure(url: str) -> Costs:
         BenchError: it does not answer as a Stoker does.
     """
     try:
-        return asyncio.run(_measured(url.rstrip("/")))
+        return asyncio.run(measured(url.rstrip("/")))
     except (httpx.HTTPError, KeyError, json.JSONDecodeError) as error:
         raise BenchError(f"{url} could not be measured: {error!r}") from error
 
 
-class _Load(msgspec.Struct, frozen=True):
-    """Streams that are always there: their number, and what each asks for."""
-
-    num: int
-    words: int
-    num_tokens: int
-
-
-LOADS = (*(_Load(num, 8, 400) for num in STREAMS), _Load(1, PROMPT_WORDS, 1))
-
-
-async def _measured(url: str) -> Costs:
+async def measured(url: str) -> Costs:
+    """As `measure`, in an event loop; errors are those of httpx."""
     async with httpx.AsyncClient(base_url=url, timeout=TIMEOUT_S) as client:
         model = (await client.get("/v1/models")).json()["data"][0]["id"]
-        points = [await _point(client, model, load) for load in LOADS]
+        first = await _writing(client, model, 1)
         status = (await client.get("/v1/runtime")).json()
+        num_slots = max(1, len(status["slots"]))
+        others = [await _writing(client, model, num) for num in sorted({num_slots // 2, num_slots} - {0, 1})]
+        reading = await _reading(client, model)
     return Costs(
-        steps=tuple(sorted(points)),
-        slots=max(1, len(status["slots"])),
+        steps=(first, *others, reading),
+        slots=num_slots,
         cache_tokens=status["cache"]["live"]["cells_total"],
         source=f"measured at {url}: {model}, {status['engine']['label']}",
     )
 
 
-async def _point(client: httpx.AsyncClient, model: str, load: _Load) -> tuple[int, float]:
-    """Tokens and seconds of a step under a load; on a slow machine when two of its requests have ended."""
+async def _writing(client: httpx.AsyncClient, model: str, num_streams: int) -> tuple[int, float]:
+    """Tokens and seconds of a step of so many streams; on a slow machine when two requests have ended."""
     num_ended = 0
 
     async def stream(number: int) -> None:
         nonlocal num_ended
         for turn in count():
-            body: dict[str, Any] = {
-                "model": model,
-                "prompt": random_prompt(load.words, seed=f"{load} {number} {turn}"),
-                "max_tokens": load.num_tokens,
-                "temperature": 0,
-                "ignore_eos": True,
-            }
-            (await client.post("/v1/completions", json=body)).raise_for_status()
+            prompt = random_prompt(8, seed=f"{num_streams} {number} {turn}")
+            await _ask(client, model, prompt, 400)
             num_ended += 1
 
     began_s = time.monotonic()
-    streams = [asyncio.create_task(stream(number)) for number in range(load.num)]
+    streams = [asyncio.create_task(stream(number)) for number in range(num_streams)]
     while time.monotonic() - began_s < WAIT_S or num_ended < MIN_ENDED:
         done, _ = await asyncio.wait(streams, timeout=1.0, return_when=asyncio.FIRST_EXCEPTION)
         for task in done:
@@ -156,4 +146,29 @@ async def _point(client: httpx.AsyncClient, model: str, load: _Load) -> tuple[in
         task.cancel()
     await asyncio.gather(*streams, return_exceptions=True)
     activity = next(row["activity"] for row in status["models"] if row["id"] == model)
-    return round(activity["tokens_per_step"]), activity["step_ms"] / 1000
+    return num_streams, activity["step_ms"] / 1000 * num_streams / activity["tokens_per_step"]
+
+
+async def _reading(client: httpx.AsyncClient, model: str) -> tuple[int, float]:
+    """A step of a whole batch of a prompt: its tokens at the median speed of several."""
+    token_s = []
+    for number in range(NUM_PROMPTS):
+        began_s = time.monotonic()
+        usage = await _ask(client, model, random_prompt(PROMPT_WORDS, seed=f"prompt {number}"), 1)
+        num_read = usage["prompt_tokens"] - usage["prompt_tokens_details"]["cached_tokens"]
+        token_s.append((time.monotonic() - began_s) / num_read)
+    return BATCH_TOKENS, BATCH_TOKENS * median(token_s)
+
+
+async def _ask(client: httpx.AsyncClient, model: str, prompt: str, num_tokens: int) -> dict[str, Any]:
+    """A greedy completion of so many tokens; its usage."""
+    body = {
+        "model": model,
+        "prompt": prompt,
+        "max_tokens": num_tokens,
+        "temperature": 0,
+        "ignore_eos": True,
+    }
+    answer = (await client.post("/v1/completions", json=body)).raise_for_status()
+    usage: dict[str, Any] = answer.json()["usage"]
+    return usage

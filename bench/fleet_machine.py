@@ -2,19 +2,26 @@
 
 Steps are not played one by one. Between two events (one comes, a prompt is read, an answer ends) each row
 gets tokens at a constant rate, which the step costs and the rules of the planner give: people before jobs,
-prompts in slices that a step's time has room for, a tenth of people's time for jobs, one job parked for each
-person who finds no slot. A request that needs a prefix which another computes waits for it.
+prompts in slices that a step's time has room for, a tenth of people's time for jobs.
+
+Who runs is decided as by `stoker.scheduler.scheduler`: a person who finds no slot takes that of the youngest
+job, also in the middle of its prompt; what is parked keeps what it has computed and goes on before newcomers
+of its class; a request that needs a prefix which another computes waits for it in its place, and where a
+person does the other is no job meanwhile. Left out: cells that run out, and the token that a job is owed
+after half a minute without one.
 Pure: time is an argument.
 """
 
 from __future__ import annotations
 
-from collections import OrderedDict, deque
+from bisect import insort
+from collections import OrderedDict
 from heapq import heapify, heappop, heappush
+from operator import attrgetter
 from typing import TYPE_CHECKING, NamedTuple
 
 from stoker.ipc.request import Priority
-from stoker.scheduler.plan import BACKGROUND_SHARE
+from stoker.scheduler.plan import BACKGROUND_SHARE, StepBudget
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -23,8 +30,6 @@ if TYPE_CHECKING:
     from stoker.scheduler.cost import StepCost
 
 N_BATCH = 512
-STEP_S = 0.15
-"""A step with prompts in it while somebody reads: three targets of 50 ms, as the policy `balanced` has it."""
 EPSILON = 1e-6
 PEOPLE, JOBS = 0, 1
 
@@ -36,6 +41,15 @@ class Speeds(NamedTuple):
     prompts: tuple[float, float]
 
 
+class Work(NamedTuple):
+    """How many write and how many prompts are read, of people and of jobs."""
+
+    people: int = 0
+    people_prompts: int = 0
+    jobs: int = 0
+    jobs_prompts: int = 0
+
+
 class Pace:
     """Speeds of machines that are alike, by what they have to do.
 
@@ -45,48 +59,50 @@ class Pace:
 
     def __init__(self, cost: StepCost) -> None:
         self._cost = cost
-        self._known: dict[tuple[int, int, bool, bool], Speeds] = {}
+        self._budget = StepBudget(cost, N_BATCH)
+        self._known: dict[Work, Speeds] = {}
 
     def __repr__(self) -> str:
         return f"<Pace {self._cost!r}>"
 
-    def speeds(self, num_people: int, num_jobs: int, reads: tuple[bool, bool]) -> Speeds:
-        """With so many rows of each class, and prompts of it or not."""
-        key = (num_people, num_jobs, *reads)
-        found = self._known.get(key)
+    def speeds(self, work: Work) -> Speeds:
+        """With so much to do."""
+        found = self._known.get(work)
         if found is None:
-            work = self._with_people if num_people or reads[PEOPLE] else self._jobs_alone
-            found = self._known[key] = work(num_people, num_jobs, reads)
+            has_people = work.people or work.people_prompts
+            found = self._known[work] = self._with_people(work) if has_people else self._jobs_alone(work)
         return found
 
     def _step_s(self, num_tokens: float) -> float:
         return self._cost.predict(num_tokens) or 0.0
 
-    def _slice(self, num_rows: int) -> int:
-        if not num_rows:
-            return N_BATCH
-        return max(1, self._cost.tokens_within(STEP_S, N_BATCH) - num_rows)
-
-    def _with_people(self, num_people: int, num_jobs: int, reads: tuple[bool, bool]) -> Speeds:
-        read = self._slice(num_people) if reads[PEOPLE] else 0
-        step_s = self._step_s(num_people + read)
-        job_row = job_read = extra_s = 0.0
-        if num_jobs or reads[JOBS]:
-            extra_s = BACKGROUND_SHARE * step_s
-            with_jobs_s = self._step_s(num_people + read + max(1, num_jobs))
-            token_s = max((with_jobs_s - step_s) / max(1, num_jobs), 1e-9)
-            num_tokens = min(extra_s / token_s, N_BATCH)
-            job_row = min(1.0, num_tokens / num_jobs) if num_jobs else 0.0
-            job_read = max(0.0, num_tokens - job_row * num_jobs) if reads[JOBS] else 0.0
-        every_s = step_s + extra_s
-        row = 1 / every_s if num_people else 0.0
+    def _with_people(self, work: Work) -> Speeds:
+        read = self._budget.prefill(work.people, work.people_prompts) if work.people_prompts else 0
+        num_tokens = work.people + read
+        num_joined = self._num_joined(work, num_tokens)
+        every_s = self._step_s(num_tokens + num_joined)
+        row = 1 / every_s if work.people else 0.0
+        job_row = min(1.0, num_joined / work.jobs) if work.jobs else 0.0
+        job_read = max(0.0, num_joined - job_row * work.jobs) if work.jobs_prompts else 0.0
         return Speeds((row, job_row / every_s), (read / every_s, job_read / every_s))
 
-    def _jobs_alone(self, num_people: int, num_jobs: int, reads: tuple[bool, bool]) -> Speeds:
-        assert num_people == 0
-        read = max(1, N_BATCH - num_jobs) if reads[JOBS] else 0
-        step_s = self._step_s(num_jobs + read)
-        return Speeds((0.0, 1 / step_s if num_jobs else 0.0), (0.0, read / step_s))
+    def _num_joined(self, work: Work, num_tokens: int) -> float:
+        """Tokens of jobs beside people's: in a tenth of their time, within the target where some write."""
+        if not (work.jobs or work.jobs_prompts):
+            return 0.0
+        alone_s = self._step_s(num_tokens)
+        token_s = self._step_s(num_tokens + 1) - alone_s
+        num_joined = min(BACKGROUND_SHARE * alone_s / max(token_s, 1e-9), N_BATCH - num_tokens)
+        if work.people:
+            num_joined = min(
+                num_joined, self._cost.tokens_within(self._budget.target_s, N_BATCH) - num_tokens
+            )
+        return max(0.0, num_joined)
+
+    def _jobs_alone(self, work: Work) -> Speeds:
+        read = max(1, N_BATCH - work.jobs) if work.jobs_prompts else 0
+        step_s = self._step_s(work.jobs + read)
+        return Speeds((0.0, 1 / step_s if work.jobs else 0.0), (0.0, read / step_s))
 
 
 class Job:
@@ -97,14 +113,18 @@ class Job:
         cached: of its prompt, what was there.
         until: where its class's clock stands when the prompt, or the answer, is done.
         missing: hashes of its chain that it computes.
+        number: of its arrival at the machine.
+        is_parked: it has run, and gave its slot away.
     """
 
     __slots__ = (
         "answer_left",
         "cached",
         "first_s",
+        "is_parked",
         "missing",
         "num_moves",
+        "number",
         "prompt_left",
         "rank",
         "turn",
@@ -121,10 +141,17 @@ class Job:
         self.first_s: float | None = None
         self.missing: Sequence[int] = ()
         self.num_moves = 0
+        self.number = 0
+        self.is_parked = False
 
     def __repr__(self) -> str:
         left = f"{self.prompt_left:.0f} and {self.answer_left:.0f}"
         return f"<Job of {self.turn.conversation.number}, {left} left>"
+
+    @property
+    def place(self) -> tuple[int, bool, int]:
+        """Order of those that have no slot: people, in a class what has run, then as they came."""
+        return self.rank, not self.is_parked, self.number
 
 
 class PrefixCache:
@@ -166,6 +193,64 @@ class PrefixCache:
         return frozenset(key for key, _ in zip(keys, range(num), strict=False))
 
 
+class Rows:
+    """Those of a class that write, or whose prompts are read: all get tokens at one rate, none has its own.
+
+    A clock counts the tokens that each was given since the beginning; `Job.until` is where it stands when
+    a job has all that it needs.
+    """
+
+    def __init__(self) -> None:
+        self._heap: list[tuple[float, int, Job]] = []
+        self._clock = 0.0
+
+    def __repr__(self) -> str:
+        return f"<Rows {len(self._heap)}>"
+
+    def __len__(self) -> int:
+        return len(self._heap)
+
+    def __contains__(self, job: Job) -> bool:
+        return any(one is job for _, _, one in self._heap)
+
+    def jobs(self) -> list[Job]:
+        """All of them."""
+        return [job for _, _, job in self._heap]
+
+    def add(self, job: Job, num_tokens: float) -> None:
+        """It needs so many tokens."""
+        job.until = self._clock + num_tokens
+        heappush(self._heap, (job.until, job.number, job))
+
+    def left(self, job: Job) -> float:
+        """Tokens that it still needs."""
+        return job.until - self._clock
+
+    def remove(self, job: Job) -> float:
+        """It goes; returns what it still needed."""
+        self._heap.remove((job.until, job.number, job))
+        heapify(self._heap)
+        return self.left(job)
+
+    def clear(self) -> None:
+        """All of them go."""
+        self._heap.clear()
+
+    def next_left(self) -> float:
+        """Tokens that the first to be done needs."""
+        return max(0.0, self._heap[0][0] - self._clock)
+
+    def advance(self, num_tokens: float) -> None:
+        """Each was given so many."""
+        self._clock += num_tokens
+
+    def done(self) -> Job | None:
+        """One that has all that it needs, which goes; None: there is none."""
+        if self._heap and self._heap[0][0] <= self._clock + EPSILON:
+            return heappop(self._heap)[2]
+        return None
+
+
 class Machine:
     """One of the fleet.
 
@@ -189,14 +274,11 @@ class Machine:
         self._cache_tokens = cache_tokens
         self._pace = pace
         self._now = 0.0
-        self._seq = 0
-        self._rows: tuple[list[tuple[float, int, Job]], list[tuple[float, int, Job]]] = ([], [])
-        self._reads: tuple[list[tuple[float, int, Job]], list[tuple[float, int, Job]]] = ([], [])
-        self._waits: tuple[deque[Job], deque[Job]] = (deque(), deque())
-        self._parked: deque[Job] = deque()
-        self._computing: dict[int, tuple[Job, list[Job]]] = {}
-        self._row_clock = [0.0, 0.0]
-        self._read_clock = [0.0, 0.0]
+        self._num_taken = 0
+        self._rows = (Rows(), Rows())
+        self._reads = (Rows(), Rows())
+        self._queue: list[Job] = []
+        self._computing: dict[int, Job] = {}
         self._speeds = Speeds((0.0, 0.0), (0.0, 0.0))
 
     def __repr__(self) -> str:
@@ -210,25 +292,20 @@ class Machine:
 
     def num_waiting(self, rank: int) -> int:
         """Of a class, those that have none."""
-        parked = len(self._parked) if rank == JOBS else 0
-        return (
-            len(self._waits[rank])
-            + parked
-            + sum(job.rank == rank for _, jobs in self._computing.values() for job in jobs)
-        )
+        return sum(job.rank == rank for job in self._queue)
 
     def next_s(self) -> float | None:
         """When something will have ended, as things are; None: nothing runs."""
-        best: float | None = None
-        for heaps, clock, speeds in (
-            (self._rows, self._row_clock, self._speeds.row),
-            (self._reads, self._read_clock, self._speeds_a_prompt()),
-        ):
-            for rank in (PEOPLE, JOBS):
-                if heaps[rank] and speeds[rank] > 0:
-                    left_s = max(0.0, heaps[rank][0][0] - clock[rank]) / speeds[rank]
-                    best = left_s if best is None or left_s < best else best
-        return None if best is None else self._now + best
+        each = self._speeds_a_prompt()
+        soonest_s = min(
+            (
+                rows.next_left() / speed
+                for rows, speed in zip((*self._rows, *self._reads), (*self._speeds.row, *each), strict=True)
+                if rows and speed > 0
+            ),
+            default=None,
+        )
+        return None if soonest_s is None else self._now + soonest_s
 
     def _speeds_a_prompt(self) -> tuple[float, float]:
         people, jobs = self._speeds.prompts
@@ -238,48 +315,43 @@ class Machine:
 
     def advance(self, now: float) -> list[Job]:
         """Compute until now; those that have ended."""
-        passed_s = now - self._now
+        self._compute(now - self._now)
         self._now = now
-        if passed_s > 0:
-            each = self._speeds_a_prompt()
-            for rank in (PEOPLE, JOBS):
-                self._row_clock[rank] += self._speeds.row[rank] * passed_s
-                self._read_clock[rank] += each[rank] * passed_s
-            if any(self._rows) or any(self._reads):
-                self.busy_s += passed_s
         ended: list[Job] = []
         for rank in (PEOPLE, JOBS):
-            reads, rows = self._reads[rank], self._rows[rank]
-            while reads and reads[0][0] <= self._read_clock[rank] + EPSILON:
-                self._read(heappop(reads)[2])
-            while rows and rows[0][0] <= self._row_clock[rank] + EPSILON:
-                ended.append(heappop(rows)[2])
-        for job in ended:
-            turn = job.turn
-            talk = turn.conversation
-            self.num_served += 1
-            self.cache.used(turn.chain, turn.tokens)
-            if talk.turns_left > 0:  # the answer is a part of what comes next
-                self.cache.used([turn.answer_key], [turn.answer])
+            while (job := self._reads[rank].done()) is not None:
+                self._read(job)
+            while (job := self._rows[rank].done()) is not None:
+                self._answered(job)
+                ended.append(job)
         self._admit()
         return ended
 
+    def _compute(self, passed_s: float) -> None:
+        if passed_s <= 0:
+            return
+        each = self._speeds_a_prompt()
+        for rank in (PEOPLE, JOBS):
+            self._rows[rank].advance(self._speeds.row[rank] * passed_s)
+            self._reads[rank].advance(each[rank] * passed_s)
+        if self._num_busy():
+            self.busy_s += passed_s
+
     def take(self, job: Job) -> None:
         """A request has come; call `advance` first and after."""
-        self._waits[job.rank].append(job)
+        self._num_taken += 1
+        job.number, job.is_parked = self._num_taken, False
+        insort(self._queue, job, key=_PLACE)
 
     def lose(self) -> list[Job]:
         """Everything that it has goes elsewhere; what it computed of answers is known to the door."""
-        jobs = [job for heap in (*self._reads, *self._rows) for _, _, job in heap]
-        for rank in (PEOPLE, JOBS):
-            for until, _, job in self._rows[rank]:
-                job.answer_left = max(1.0, until - self._row_clock[rank])
-        jobs += [*self._waits[PEOPLE], *self._waits[JOBS], *self._parked]
-        jobs += [job for _, waiting in self._computing.values() for job in waiting]
-        for heap in (*self._reads, *self._rows):
-            heap.clear()
-        for line in (*self._waits, self._parked):
-            line.clear()
+        jobs = [job for rows in (*self._reads, *self._rows) for job in rows.jobs()] + self._queue
+        for rows in self._rows:
+            for job in rows.jobs():
+                job.answer_left = max(1.0, rows.left(job))
+        for rows in (*self._reads, *self._rows):
+            rows.clear()
+        self._queue.clear()
         self._computing.clear()
         self._set_speeds()
         return jobs
@@ -288,81 +360,106 @@ class Machine:
         """Its engine starts anew, without what was in memory."""
         self.cache = PrefixCache(self._cache_tokens)
 
-    # ------------------------------------------------------------ slots
-
     def _read(self, job: Job) -> None:
         """A prompt is computed: its first token is there, and others may go on from it."""
-        turn = job.turn
-        self.cache.used(turn.chain, turn.tokens)
+        self.cache.used(job.turn.chain, job.turn.tokens)
         if job.first_s is None:
             job.first_s = self._now
         job.prompt_left = 0.0
-        self._write(job)
-        for key in job.missing:
-            _, waiting = self._computing.pop(key)
-            for one in reversed(waiting):
-                self._waits[one.rank].appendleft(one)
-        job.missing = ()
+        self._no_longer_computes(job)
+        self._rows[job.rank].add(job, max(0.0, job.answer_left - 1))
 
-    def _write(self, job: Job) -> None:
-        self._seq += 1
-        job.until = self._row_clock[job.rank] + max(0.0, job.answer_left - 1)
-        heappush(self._rows[job.rank], (job.until, self._seq, job))
+    def _answered(self, job: Job) -> None:
+        turn = job.turn
+        self.num_served += 1
+        self.cache.used(turn.chain, turn.tokens)
+        if turn.conversation.turns_left > 0:  # the answer is a part of what comes next
+            self.cache.used([turn.answer_key], [turn.answer])
+
+    # ------------------------------------------------------------ slots
 
     def _admit(self) -> None:
-        people, jobs = self._waits
-        while people and (self._num_free() > 0 or self._park()):
-            self._start(people.popleft())
-        while self._parked and not people and self._num_free() > 0:
-            self._write(self._parked.popleft())
-        while jobs and not people and self._num_free() > 0:
-            self._start(jobs.popleft())
+        """In the order of the queue, while there is a place or a job gives its own, as `Scheduler` does."""
+        num_ahead = 0  # what waits for a prefix keeps its place
+        for job in list(self._queue):
+            if not (self._has_place(num_ahead) or self._displaceable(job)):
+                break
+            if self._awaits_prefix(job):
+                num_ahead += 1
+            elif self._makes_place(job, num_ahead):
+                self._queue.remove(job)
+                self._start(job)
+            else:
+                break
         self._set_speeds()
 
-    def _num_free(self) -> int:
-        return self.num_slots - sum(map(len, self._rows)) - sum(map(len, self._reads))
+    def _num_busy(self) -> int:
+        return sum(map(len, (*self._rows, *self._reads)))
 
-    def _park(self) -> bool:
-        """A job that writes gives its slot to a person; whether there is one."""
-        rows = self._rows[JOBS]
-        if not rows:
+    def _has_place(self, num_ahead: int) -> bool:
+        return self._num_busy() + num_ahead < self.num_slots
+
+    def _displaceable(self, job: Job) -> list[Job]:
+        """Jobs that would give way to it; a prompt that a person waits for is none."""
+        if job.rank == JOBS:
+            return []
+        return [*self._rows[JOBS].jobs(), *self._reads[JOBS].jobs()]
+
+    def _makes_place(self, job: Job, num_ahead: int) -> bool:
+        while not self._has_place(num_ahead):
+            victims = self._displaceable(job)
+            if not self._has_place(num_ahead - len(victims)):
+                return False
+            self._park(max(victims, key=_NUMBER))
+        return True
+
+    def _park(self, job: Job) -> None:
+        """A job gives its slot away, and keeps what it has computed."""
+        if job in self._reads[JOBS]:
+            job.prompt_left = max(EPSILON, self._reads[JOBS].remove(job))
+            self._no_longer_computes(job)
+        else:
+            job.answer_left = 1 + max(0.0, self._rows[JOBS].remove(job))
+        job.is_parked = True
+        insort(self._queue, job, key=_PLACE)
+
+    def _awaits_prefix(self, job: Job) -> bool:
+        """Whether another computes what it goes on from; for a person that is then as urgent as their own."""
+        chain = job.turn.chain
+        held = self.cache.held(chain)
+        leader = self._computing.get(chain[held]) if held < len(chain) else None
+        if leader is None or job.is_parked:
             return False
-        until, _, job = rows.pop()  # the last of a heap is no larger than any of its leaves: it stays one
-        job.answer_left = max(1.0, until - self._row_clock[JOBS])
-        self._parked.append(job)
+        if job.rank == PEOPLE and leader in self._reads[JOBS]:
+            self._reads[PEOPLE].add(leader, self._reads[JOBS].remove(leader))
         return True
 
     def _start(self, job: Job) -> None:
         chain, tokens = job.turn.chain, job.turn.tokens
-        held = self.cache.held(chain)
-        if held < len(chain) and chain[held] in self._computing:
-            leader, waiting = self._computing[chain[held]]
-            waiting.append(job)
-            if job.rank == PEOPLE and leader.rank == JOBS:
-                self._raise(leader)
-            return
-        job.missing = chain[held:]
+        if job.is_parked:
+            job.is_parked = False
+            if not job.prompt_left:
+                self._rows[job.rank].add(job, job.answer_left - 1)
+                return
+        else:
+            held = self.cache.held(chain)
+            job.missing, job.cached = chain[held:], sum(tokens[:held])
+            written = job.turn.answer - job.answer_left  # of one that began elsewhere
+            job.prompt_left = max(1.0, sum(tokens) - job.cached + written)
         for key in job.missing:
-            self._computing[key] = (job, [])
-        job.cached = sum(tokens[:held])
-        written = job.turn.answer - job.answer_left  # of one that began elsewhere
-        job.prompt_left = max(1.0, sum(tokens) - job.cached + written)
-        self._seq += 1
-        job.until = self._read_clock[job.rank] + job.prompt_left
-        heappush(self._reads[job.rank], (job.until, self._seq, job))
+            self._computing.setdefault(key, job)
+        self._reads[job.rank].add(job, job.prompt_left)
 
-    def _raise(self, leader: Job) -> None:
-        """A job that a person follows is read as theirs are, as the scheduler has it."""
-        reads = self._reads[JOBS]
-        found = [entry for entry in reads if entry[2] is leader]
-        if found:
-            reads.remove(found[0])
-            heapify(reads)
-            leader.until += self._read_clock[PEOPLE] - self._read_clock[JOBS]
-            heappush(self._reads[PEOPLE], (leader.until, found[0][1], leader))
+    def _no_longer_computes(self, job: Job) -> None:
+        for key in job.missing:
+            if self._computing.get(key) is job:
+                del self._computing[key]
 
     def _set_speeds(self) -> None:
-        rows, reads = self._rows, self._reads
-        self._speeds = self._pace.speeds(
-            len(rows[PEOPLE]), len(rows[JOBS]), (bool(reads[PEOPLE]), bool(reads[JOBS]))
-        )
+        people, jobs = map(len, self._rows)
+        people_prompts, jobs_prompts = map(len, self._reads)
+        self._speeds = self._pace.speeds(Work(people, people_prompts, jobs, jobs_prompts))
+
+
+_NUMBER = attrgetter("number")
+_PLACE = attrgetter("place")

@@ -26,10 +26,11 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left
+from collections import deque
 from dataclasses import dataclass, field
 from itertools import accumulate
 from random import Random
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from stoker.ipc.request import Priority
 
@@ -60,6 +61,8 @@ class Shape:
         private: share of conversations that have a beginning of their own.
         viral: share of new conversations that all begin alike, in the middle third of the trace.
         max_context: tokens after which a conversation ends.
+        scale: by which all lengths are multiplied.
+        min_system: tokens of a system prompt at the least.
     """
 
     gap_s: float = 373.0
@@ -69,6 +72,8 @@ class Shape:
     private: float = 0.65
     viral: float = 0.0
     max_context: int = 8192
+    scale: float = 1.0
+    min_system: int = 0
 
 
 PEOPLE = Shape()
@@ -89,30 +94,63 @@ def part_key(number: int, chain: Sequence[int]) -> int:
     return mixed(chain[-1] if chain else 0, (number << 20) + len(chain) + 1)
 
 
+class Next(NamedTuple):
+    """A turn that will come: seconds after the answer before, its own tokens, those of its answer."""
+
+    gap_s: float
+    own: int
+    answer: int
+
+
 @dataclass(slots=True)
 class Conversation:
     """Turns that begin alike.
 
     Attributes:
         number: of its own.
+        coming: turns that it will still have; own tokens of the first are parts already.
         is_viral: it begins with what everybody begins with at that time.
         chain, tokens: hashes of its parts so far, and how many tokens each part has.
-        turns_left: that it will still have.
         home: where its last turn was computed; empty: nowhere yet.
     """
 
     number: int
     priority: Priority
-    turns_left: int
+    coming: deque[Next] = field(default_factory=deque)
     is_viral: bool = False
     chain: list[int] = field(default_factory=list)
     tokens: list[int] = field(default_factory=list)
     home: str = ""
 
+    @property
+    def turns_left(self) -> int:
+        """That it will still have."""
+        return len(self.coming)
+
     def add(self, num_tokens: int) -> None:
         """One more part."""
         self.chain.append(part_key(self.number, self.chain))
         self.tokens.append(num_tokens)
+
+    def ask(self, now: float) -> Turn:
+        """Its next turn."""
+        answer = self.coming.popleft().answer
+        return Turn(self, tuple(self.chain), tuple(self.tokens), answer, now)
+
+    def answered(self, turn: Turn) -> float | None:
+        """Seconds until the next turn, whose parts are there then; None: that was the last."""
+        if not self.coming:
+            return None
+        self.add(turn.answer)
+        self.add(self.coming[0].own)
+        return self.coming[0].gap_s
+
+
+class Arrival(NamedTuple):
+    """A conversation, and when its first turn is asked."""
+
+    at_s: float
+    conversation: Conversation
 
 
 @dataclass(slots=True)
@@ -145,76 +183,83 @@ class Turn:
 class Trace:
     """Draws conversations, their turns, and the times between them.
 
+    A conversation is drawn whole when it begins: whoever plays it, and however long its answers take.
+
     Args:
         shape: what it is like.
         rate: requests a second of the whole fleet.
         seed: the same gives the same trace.
+        viral_s: from when to when conversations may begin as `Shape.viral` says.
     """
 
-    def __init__(self, shape: Shape, rate: float, seed: int) -> None:
+    def __init__(
+        self, shape: Shape, rate: float, seed: int, viral_s: tuple[float, float] = (0.0, math.inf)
+    ) -> None:
+        self._viral_s = viral_s
         self._shape = shape
         self._random = Random(seed)
         self._num = 0
         weights = list(accumulate(1 / rank for rank in range(1, shape.num_systems + 1)))
         self._popularity = [weight / weights[-1] for weight in weights]
-        self._systems = [self._quantile(PROMPT_TOKENS) for _ in range(shape.num_systems)]
+        drawn = [self._quantile(PROMPT_TOKENS) for _ in range(shape.num_systems)]
+        self._systems = [max(shape.min_system, num_tokens) for num_tokens in drawn]
         talks = (1 - shape.job_share) / shape.mean_turns
         self._job_odds = shape.job_share / (shape.job_share + talks)
         self._gap_s = 1 / (rate * (shape.job_share + talks))
-        self.is_viral_time = False
 
-    def arrivals(self) -> Iterator[float]:
-        """Seconds at which conversations begin, without end."""
+    def __iter__(self) -> Iterator[Arrival]:
+        """Conversations as they begin, without end."""
         now = 0.0
         while True:
             now += self._random.gammavariate(ARRIVAL_SHAPE, self._gap_s / ARRIVAL_SHAPE)
-            yield now
+            yield Arrival(now, self._conversation(now))
 
-    def conversation(self) -> Conversation:
-        """One that begins now, with its first turn in it."""
+    def _conversation(self, now: float) -> Conversation:
         random, shape = self._random, self._shape
         self._num += 1
         is_job = random.random() < self._job_odds
+        is_viral_time = self._viral_s[0] <= now < self._viral_s[1]
         talk = Conversation(
             self._num,
             Priority.BACKGROUND if is_job else Priority.INTERACTIVE,
-            1 if is_job else self._geometric(shape.mean_turns),
-            is_viral=self.is_viral_time and not is_job and random.random() < shape.viral,
+            is_viral=is_viral_time and not is_job and random.random() < shape.viral,
         )
         if talk.is_viral:
-            self._begin(talk, 0, VIRAL_TOKENS)
+            self._begin(talk, 0, max(shape.min_system, int(shape.scale * VIRAL_TOKENS)))
         elif random.random() < shape.private:
             talk.add(self._quantile(PROMPT_TOKENS))
         else:
             system = bisect_left(self._popularity, random.random())
             self._begin(talk, system + 1, self._systems[system])
+        self._draw_turns(talk, 1 if is_job else self._geometric(shape.mean_turns))
         return talk
 
-    def turn(self, talk: Conversation, now: float) -> Turn:
-        """What is asked next."""
-        talk.turns_left -= 1
-        if sum(talk.tokens) > self._shape.max_context:
-            talk.turns_left = 0
-        return Turn(talk, tuple(talk.chain), tuple(talk.tokens), self._quantile(ANSWER_TOKENS), now)
+    def _draw_turns(self, talk: Conversation, most: int) -> None:
+        """As many as its context has room for, one at the least."""
+        num_tokens, gap_s, own = sum(talk.tokens), 0.0, 0
+        for _ in range(most):
+            num_tokens += own
+            answer = self._quantile(ANSWER_TOKENS)
+            talk.coming.append(Next(gap_s, own, answer))
+            if num_tokens > self._shape.max_context:
+                return
+            num_tokens += answer
+            gap_s = self._random.expovariate(1 / self._shape.gap_s)
+            own = self._own_tokens(self._shape.scale * PROMPT_TOKENS[6])
 
-    def answered(self, turn: Turn) -> float | None:
-        """Seconds until the next turn, whose parts are there then; None: that was the last."""
-        talk = turn.conversation
-        if talk.turns_left <= 0:
-            return None
-        talk.add(turn.answer)
-        talk.add(MIN_OWN_TOKENS + int(self._random.expovariate(1 / (OWN_SHARE * PROMPT_TOKENS[6]))))
-        return self._random.expovariate(1 / self._shape.gap_s)
+    def _own_tokens(self, num_tokens: float) -> int:
+        return MIN_OWN_TOKENS + int(self._random.expovariate(1 / (OWN_SHARE * num_tokens + 1)))
 
     def _begin(self, talk: Conversation, system: int, num_tokens: int) -> None:
         talk.chain.append(mixed(system, 1))
         talk.tokens.append(num_tokens)
-        talk.add(MIN_OWN_TOKENS + int(self._random.expovariate(1 / (OWN_SHARE * num_tokens + 1))))
+        talk.add(self._own_tokens(num_tokens))
 
     def _quantile(self, deciles: tuple[int, ...]) -> int:
         at = self._random.random() * (len(deciles) - 1)
         low = int(at)
-        return int(deciles[low] + (at - low) * (deciles[low + 1] - deciles[low]))
+        drawn = deciles[low] + (at - low) * (deciles[low + 1] - deciles[low])
+        return max(1, int(self._shape.scale * drawn))
 
     def _geometric(self, mean: float) -> int:
         if mean <= 1:

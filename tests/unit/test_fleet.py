@@ -1,14 +1,17 @@
 """The simulator of a fleet, and what its router reaches in it (SPEC P)."""
 
+from collections import deque
 from dataclasses import replace
+from itertools import islice
 
 import pytest
-from bench.fleet import Fleet, Plan, figures, main, played
+from bench.fleet import main
 from bench.fleet_costs import PRESETS, Costs, read
 from bench.fleet_machine import JOBS, PEOPLE, Job, Machine, Pace, PrefixCache
+from bench.fleet_play import Fleet, Plan, played
 from bench.fleet_policies import POLICIES, Routed
 from bench.fleet_trace import PEOPLE as SHAPE
-from bench.fleet_trace import Conversation, Trace, Turn
+from bench.fleet_trace import Conversation, Next, Trace, Turn
 
 from stoker.ipc.request import Priority
 from stoker.routing.load import PeerState
@@ -19,7 +22,7 @@ TIMES = {"router_us", "choose_p50_us", "choose_p99_us", "state_us", "router_shar
 
 def conversation(number, priority=Priority.INTERACTIVE):
     """One with a first turn of 100 tokens."""
-    talk = Conversation(number, priority, 9)
+    talk = Conversation(number, priority, deque([Next(0.0, 20, 10)] * 9))
     talk.add(100)
     return talk
 
@@ -96,8 +99,7 @@ def test_a_viral_beginning_costs_the_conversations_of_others_next_to_nothing():
 def test_every_request_ends_once_whatever_becomes_of_machines(policy):
     """Requests of machines that die, are drained or suspended go on elsewhere."""
     fleet = Fleet(replace(SMALL, machines=8, deaths=2, drains=2, suspends=2), POLICIES[policy]())
-    fleet.play()
-    found = figures(fleet, 1.0)
+    found = fleet.play()
     assert sum(machine.num_served for machine in fleet.machines.values()) == SMALL.requests
     assert found["moved_alive"] > 0
     assert "600 asked, 0 live" in repr(fleet)
@@ -123,7 +125,7 @@ class TestMachine:
 
     def test_a_prompt_alone_is_read_in_whole_steps_and_answered_a_token_a_step(self):
         """A prompt of 1,024 takes two steps of 512, and nine more tokens nine steps."""
-        machine, talk = Machine("m", self.pace, 2, 10**6), Conversation(1, Priority.INTERACTIVE, 1)
+        machine, talk = Machine("m", self.pace, 2, 10**6), Conversation(1, Priority.INTERACTIVE)
         talk.add(1024)
         job = Job(asked(talk))
         self.take(machine, job)
@@ -153,6 +155,60 @@ class TestMachine:
         ended = [one for _, one in self.run(machine)]
         assert ended == [person, job]
 
+    def test_a_person_takes_the_slot_of_a_job_whose_prompt_is_read_and_it_goes_on_from_there(self):
+        """Q3: at once, in the middle of its prompt; what was read of it is not read again."""
+        machine = Machine("m", self.pace, 1, 10**6)
+        long = conversation(1, Priority.BACKGROUND)
+        long.add(924)
+        job, person = Job(asked(long)), Job(asked(conversation(2), answer=50))
+        self.take(machine, job)
+        machine.advance(1.0)
+        machine.take(person)
+        machine.advance(1.0)
+        assert (machine.num_running(PEOPLE), machine.num_waiting(JOBS)) == (1, 1)
+        ended = {one: now for now, one in self.run(machine)}
+        assert person.first_s == pytest.approx(1.0 + 100 * 1.0 / 512, rel=0.05)
+        assert job.first_s == pytest.approx(ended[person] + 1.0)
+
+    def test_the_youngest_job_gives_way_and_what_was_parked_goes_on_before_newcomers(self):
+        """Q3, Q6: as in the scheduler."""
+        machine = Machine("m", self.pace, 2, 10**6)
+        jobs = [Job(asked(conversation(number, Priority.BACKGROUND), answer=200)) for number in range(3)]
+        self.take(machine, *jobs)
+        machine.advance(1.0)
+        person = Job(asked(conversation(9), answer=5))
+        machine.take(person)
+        machine.advance(1.0)
+        assert [job.is_parked for job in jobs] == [False, True, False]
+        assert [job for _, job in self.run(machine)] == [person, jobs[0], jobs[1], jobs[2]]
+
+    def test_a_job_whose_prefix_a_person_waits_for_keeps_its_slot_until_it_is_read(self):
+        """Q3, C4: parking it would make the person wait for what nobody computes."""
+        machine, talk = Machine("m", self.pace, 1, 10**6), conversation(1)
+        other = Conversation(1, Priority.BACKGROUND, chain=talk.chain, tokens=talk.tokens)
+        job, person = Job(asked(other)), Job(asked(talk))
+        self.take(machine, job)
+        machine.advance(0.1)
+        machine.take(person)
+        machine.advance(0.1)
+        assert machine.num_waiting(PEOPLE) == 1
+        assert [one for _, one in self.run(machine)] == [person, job]
+        assert (job.cached, person.cached) == (0, 100)
+        assert job.first_s < person.first_s
+
+    def test_nobody_waits_for_a_prefix_whose_job_is_parked(self):
+        """C4: who needs it reads it, and the job finds its own part where it was."""
+        machine, talk = Machine("m", self.pace, 1, 10**6), conversation(1)
+        other = Conversation(1, Priority.BACKGROUND, chain=talk.chain, tokens=talk.tokens)
+        leader, stranger, person = Job(asked(other)), Job(asked(conversation(8))), Job(asked(talk))
+        self.take(machine, leader)
+        machine.advance(0.1)
+        for one in (stranger, person):
+            machine.take(one)
+            machine.advance(0.1)
+        assert [one for _, one in self.run(machine)] == [stranger, person, leader]
+        assert person.cached == 0
+
     def first_s(self, leader):
         """First token of a person beside one who writes, after a job or a person that begins alike."""
         machine, talk = Machine("m", self.pace, 4, 10**6), conversation(1)
@@ -160,7 +216,7 @@ class TestMachine:
         self.take(machine, Job(asked(conversation(3), answer=100_000)))
         now = machine.next_s()
         machine.advance(now)
-        other, person = Conversation(1, leader, 1, chain=talk.chain, tokens=talk.tokens), Job(asked(talk))
+        other, person = Conversation(1, leader, chain=talk.chain, tokens=talk.tokens), Job(asked(talk))
         for job in (Job(asked(other)), person):
             machine.take(job)
             machine.advance(now)
@@ -183,11 +239,9 @@ class TestMachine:
 
 def test_arrivals_lengths_and_turns_are_those_of_the_shape():
     """So many requests a second, so many turns, so many jobs."""
-    trace, turns, jobs, now = Trace(SHAPE, 10.0, 1), 0, 0, 0.0
-    arrivals = trace.arrivals()
-    for _ in range(4000):
-        now = next(arrivals)
-        talk = trace.conversation()
+    turns, jobs, now = 0, 0, 0.0
+    for arrival in islice(Trace(SHAPE, 10.0, 1), 4000):
+        now, talk = arrival
         turns += talk.turns_left
         jobs += talk.priority is Priority.BACKGROUND
     assert turns / now == pytest.approx(10.0, rel=0.1)
