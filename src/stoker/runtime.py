@@ -84,7 +84,7 @@ class Runtime:
         states: saved states of recurrent models, and embeddings by state.
         take_settings, serve_model: serve the models of settings read again; one by its name, not loaded yet.
         hurry, request_text: cuts a `close` short, so that all is ended; what a request reads and wrote.
-        take_over: goes on with a request of a gate.
+        handover, take_over: what gates ask of a machine; goes on with a request of one.
 
     Raises:
         InvalidRequestError: a setting is unknown or out of range.
@@ -109,7 +109,7 @@ class Runtime:
         self.states = States(settings.states_dir, self)
         self.hurry, self.take_settings = self._client.hurry, self._client.take_settings
         self.serve_model, self.request_text = self._client.serve_model, self._client.request_text
-        self.take_over = self._client.take_over
+        self.handover, self.take_over = self._client.handover, self._client.handover.take_over
         self._client.on_call = lambda call, outcome: self.on_call(call, outcome)  # noqa: PLW0108 - it may be set later
         self._client.bus.on_ended = lambda status: self.on_ended(status)  # noqa: PLW0108 - it may be set later
         self._client.on_arrival = lambda *given: self.on_arrival(*given)  # noqa: PLW0108 - likewise

@@ -18,6 +18,7 @@ import pytest
 
 from stoker.cli.top.frame import FrameState, frame
 from stoker.cli.top.view import RuntimeView
+from stoker.gate.prompts import chain_of
 from stoker.gate.runtime import GateRuntime
 from stoker.ipc.codec import event_decoder
 from stoker.ipc.commands import Submit
@@ -266,3 +267,24 @@ def test_a_gate_that_no_machine_answers_says_so_and_serves_as_soon_as_one_does(
             asyncio.run_coroutine_threadsafe(work, gate._loop).result(10)
             gate.ready.result(60)
             assert text_of(http.post("/v1/completions", json=ASKED))
+
+
+def test_a_gate_that_is_new_finds_the_machine_that_has_a_beginning(
+    start_server: Start, machines: list[ServerThread], tmp_path: Path
+) -> None:
+    """P12: machines tell what gates gave them, so that a restarted one, or a second, need not remember."""
+    prompts = [f"{number} {'upon a time there was ' * 16}" for number in range(6)]
+    for number, prompt in enumerate(prompts):  # half of them lie elsewhere than their place on the ring
+        asked = GenerateRequest(prompt=prompt, model="fake", max_tokens=2)
+        submit = Submit(request_id=f"r{number}", request=asked, chain=chain_of(asked))
+        url = f"{machines[number % 2].url}{HANDOVER}"
+        assert httpx.post(url, content=msgspec.msgpack.encode(submit), timeout=60).status_code == 200
+    settings = EngineSettings(peers=[one.url for one in machines], run_dir=tmp_path / "later")
+    later = start_server(lambda: GateRuntime(settings))
+    later.ready.result(60)
+    for prompt in prompts:
+        answer = httpx.post(f"{later.url}/v1/completions", json={**ASKED, "prompt": prompt}, timeout=60)
+        assert answer.json()["usage"]["prompt_tokens_details"]["cached_tokens"] > 100
+    (room,) = httpx.get(f"{machines[0].url}/v1/runtime/status", timeout=60).json()["engine"]["rooms"].values()
+    assert 0 < room["free_cells"] <= room["num_cells"]
+    assert room["prefill_tokens_per_s"] > 0

@@ -250,6 +250,27 @@ def test_far_back_waits_grow_evenly() -> None:
     assert waits[-1] == pytest.approx(3 * waits[CLOSE_POSITIONS - 1], rel=0.15)
 
 
+def test_one_more_person_would_wait_behind_people_and_for_no_job() -> None:
+    """P12: what a machine tells those who choose between machines."""
+    cost = StepCost()
+    forecast = estimator(cost)
+    assert forecast.arrival_s([running(20)], []) is None
+    cost.learn(2, 0.05)
+    assert forecast.arrival_s([running(20)], []) == 0.0
+    alone = forecast.arrival_s([running(20), running(20)], [])
+    assert alone == pytest.approx(forecast.waits_s([running(20), running(20)], [running(20)])[0])
+    job = Sequence(key=SequenceKey("j", 0), tokens=[1], num_prompt=1, num_wanted=99, priority=JOB)
+    assert forecast.arrival_s([running(20), running(20)], [job]) == alone
+    behind = forecast.arrival_s([running(20), running(20)], [running(20) for _ in range(4)])
+    assert behind is not None
+    assert behind > 2 * alone
+    many = forecast.arrival_s([running(20), running(20)], [running(20) for _ in range(3 * CLOSE_POSITIONS)])
+    few = forecast.arrival_s([running(20), running(20)], [running(20) for _ in range(CLOSE_POSITIONS)])
+    assert many is not None
+    assert few is not None
+    assert many == pytest.approx(3 * few, rel=0.15)
+
+
 def planned(*priorities: Priority) -> StepPlan:
     """A step with a row of each."""
     parts = [

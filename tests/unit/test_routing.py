@@ -249,7 +249,7 @@ class TestWhoMayTakeIt:
             {"heat": "serious"},
             {"rungs": (Rung.TRIM_ALLOCATOR, Rung.PARK_INTERACTIVE)},
             {"interactive_wait_s": 60.0},
-            {"free_cells": 10},
+            {"free_cells": {MODEL: 10}},
             {"at": -60.0},
         ],
     )

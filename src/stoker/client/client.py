@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-import time
 from collections.abc import Awaitable, Callable
 from contextlib import aclosing, asynccontextmanager, contextmanager, suppress
 from functools import partial
@@ -21,6 +20,7 @@ from stoker.chat.conversation import Layout
 from stoker.chat.turns import may_hold_documents
 from stoker.client.documents import DocumentReader
 from stoker.client.event_bus import EventBus, Snapshot
+from stoker.client.handover import Handover
 from stoker.client.models.specs import ModelSource
 from stoker.client.process.lifecycle import GRACES_S, EngineState
 from stoker.client.requests.group import RequestGroup
@@ -62,7 +62,6 @@ if TYPE_CHECKING:
     from stoker.client.requests.texts import RequestText
     from stoker.client.worker.jobs import RenderChat
     from stoker.errors import ErrorInfo
-    from stoker.ipc.commands import Submit
     from stoker.ipc.model import Reach
     from stoker.ipc.status import CallKind, GroupStatus, ModelStatus
     from stoker.settings import EngineSettings
@@ -88,6 +87,7 @@ class Client:
         images: takes in the images and recordings of requests.
         workers: run templates and translate grammars.
         documents: reads those of conversations.
+        handover: what gates ask of this machine.
         ahead: an engine that was spawned before `start`, which uses it; None: none was.
         allows_downloads: references of the hub among the models are downloaded at the start.
         on_arrival: as `Runtime.on_arrival`.
@@ -117,6 +117,7 @@ class Client:
         self.read_source: ReadSource = _read_source
         self.waits_for: Callable[[], str] = str
         self._max_tokens: int | None = None
+        self.handover = Handover(self.running, self.stream)
 
     def __repr__(self) -> str:
         return f"<Client of {self.supervisor!r}>"
@@ -291,16 +292,6 @@ class Client:
         async with aclosing(events), self._translating(record):
             async for event in events:
                 yield event
-
-    def take_over(self, submit: Submit, owner: str, route: str) -> AsyncGenerator[StreamEvent, None]:
-        """The events of a request from where another machine left it; as of `Runtime.stream` else.
-
-        Args:
-            submit: what was asked for, and what was delivered.
-            owner: digest of the API key of the gate that gives it, which is trusted with its grammar.
-            route: what it came by.
-        """
-        return self.stream(RequestRecord.handed_over(submit, time.monotonic(), owner, route))
 
     @asynccontextmanager
     async def _translating(self, record: RequestRecord) -> AsyncIterator[None]:

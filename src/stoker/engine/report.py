@@ -237,6 +237,7 @@ class EngineReport:
             kv_cells_used=used,
             activity={r.spec.id: figures for r in runners if (figures := r.activity(now))},
             prefixes=self._prefixes(now),
+            rooms={r.spec.id: room for r in runners if (room := r.room()) is not None},
         )
 
 

@@ -126,6 +126,7 @@ class Journey:
             age_s=max(0.0, now - self.since),
             is_paused=self.is_paused and has_tokens,
             vocabulary_sample=self.vocabulary if has_tokens else "",
+            chain=self.route.chain,
         )
 
     # ------------------------------------------------------------ what happens

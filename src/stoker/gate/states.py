@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from stoker.client.requests.held_prefixes import unpacked
 from stoker.ipc.model import ModelLife
 from stoker.ipc.request import Priority
 from stoker.ipc.status import EngineStatus, MemoryStatus, ModelStatus, SlotStatus, WaitStatus
@@ -47,7 +48,9 @@ def peer_state(name: str, look: PeerLook, now: float) -> PeerState:
         running=_by_class(slot.priority for slot in engine.slots if slot.priority is not None),
         waiting=_by_class(one.priority for one in waiting),
         num_slots=max(1, len(engine.slots)),
-        interactive_wait_s=_interactive_wait_s(engine.queue),
+        free_cells={model: room.free_cells for model, room in engine.rooms.items()},
+        interactive_wait_s=_interactive_wait_s(engine),
+        prefixes=unpacked(look.overview.prefixes),
     )
 
 
@@ -57,10 +60,11 @@ def _by_class(priorities: Iterable[Priority]) -> ByClass:
     return ByClass(len(found) - num_background, num_background)
 
 
-def _interactive_wait_s(queue: Iterable[WaitStatus]) -> float:
-    """How long one more person would wait: as long as the last of those who do."""
-    etas = [one.eta_s for one in queue if one.priority is Priority.INTERACTIVE and one.eta_s is not None]
-    return max(etas, default=0.0)
+def _interactive_wait_s(engine: EngineStatus) -> float:
+    """How long one more person would wait, at the model where it is longest."""
+    told = [room.interactive_wait_s for room in engine.rooms.values()]
+    etas = [one.eta_s for one in engine.queue if one.priority is Priority.INTERACTIVE]
+    return max((wait_s for wait_s in (*told, *etas) if wait_s is not None), default=0.0)
 
 
 def _fit(model: str, engine: EngineStatus) -> float:

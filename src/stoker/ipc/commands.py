@@ -80,6 +80,7 @@ class Submit(msgspec.Struct, frozen=True, tag=True, kw_only=True):
         made_for: `served_by` of the way to serve its model that it was made for; empty: there is one only.
         vocabulary: of that way; empty: not known.
         vocabulary_sample: as in `ModelInfo`, of what made the tokens delivered; empty: not known.
+        chain: hashes of what the prompt begins with, by which a gate chose the machine; an engine ignores it.
     """
 
     request_id: str
@@ -93,6 +94,7 @@ class Submit(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     made_for: str = ""
     vocabulary: str = ""
     vocabulary_sample: str = ""
+    chain: tuple[int, ...] = ()
 
 
 class Pause(msgspec.Struct, frozen=True, tag=True):

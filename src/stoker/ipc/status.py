@@ -426,13 +426,32 @@ class MachineStatus(msgspec.Struct, frozen=True, kw_only=True):
     models: list[str] = []
 
 
+class ModelRoom(msgspec.Struct, frozen=True, kw_only=True):
+    """What a model in memory has left for a new request, and what was measured of it.
+
+    Attributes:
+        num_cells: of its pool.
+        free_cells: of these, what no running sequence holds: stored and parked states give way.
+        interactive_wait_s: seconds until one more person would run; None: nothing was measured yet.
+        prefill_tokens_per_s: of a prompt, on a quiet machine; 0: nothing was measured yet.
+        fingerprint: of its file and of how states are laid out: where it is equal, states are.
+    """
+
+    num_cells: int
+    free_cells: int
+    interactive_wait_s: float | None = None
+    prefill_tokens_per_s: float = 0.0
+    fingerprint: str = ""
+
+
 class EngineStatus(msgspec.Struct, frozen=True, kw_only=True):
     """Everything `/v1/runtime` and the metrics show of the engine.
 
     `num_threads` is what steps use now, `threads_reason` why that differs from the setting (empty: it does
     not); `devices` are what models can be computed on. `activity` is of the last quarter of a minute,
     by model: milliseconds, rows and tokens of a step, and the shares of time for people and for jobs.
-    `prefixes` are the longest stored ones, `machines` those that a gate serves with.
+    `prefixes` are the longest stored ones, `machines` those that a gate serves with,
+    `rooms` what each model in memory has left.
     """
 
     slots: list[SlotStatus]
@@ -451,6 +470,7 @@ class EngineStatus(msgspec.Struct, frozen=True, kw_only=True):
     activity: dict[str, dict[str, float]] = {}
     prefixes: list[PrefixStatus] = []
     machines: list[MachineStatus] = []
+    rooms: dict[str, ModelRoom] = {}
 
 
 class EngineHealth(msgspec.Struct, frozen=True, kw_only=True):

@@ -50,6 +50,8 @@ class Overview(msgspec.Struct, frozen=True, kw_only=True):
         is_ready, is_suspended, health: as the properties of `Runtime`.
         models: every served one, the default first; paths are told to operators only.
         states: the same and downloads, as they were last heard of.
+        prefixes: hashes of the newest beginnings that gates gave and that are held, eight bytes each,
+            little-endian; empty: none, or the caller is no operator.
     """
 
     is_ready: bool
@@ -57,6 +59,7 @@ class Overview(msgspec.Struct, frozen=True, kw_only=True):
     health: EngineHealth
     models: list[ModelInfo]
     states: list[ModelStatus]
+    prefixes: bytes = b""
 
 
 class AnswerHead(msgspec.Struct, frozen=True, tag=True):

@@ -9,6 +9,7 @@ Pure: time is an argument.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Protocol
 
 import msgspec
 
@@ -46,7 +47,8 @@ class PeerState(msgspec.Struct, frozen=True, kw_only=True):
             below 0: it does not fit.
         running, waiting: requests by class.
         num_slots: that generate at once.
-        free_cells: that a new prompt may take, stored prefixes that give way among them; None: not known.
+        free_cells: that a new prompt may take, stored prefixes that give way among them, by model; of one
+            that is not there it is not known.
         interactive_wait_s: how long a person would wait there for a slot.
         prefixes: hashes of `prefix_chain` that it has, the newest.
     """
@@ -63,7 +65,7 @@ class PeerState(msgspec.Struct, frozen=True, kw_only=True):
     running: ByClass = ByClass()
     waiting: ByClass = ByClass()
     num_slots: int = 1
-    free_cells: int | None = None
+    free_cells: Mapping[str, int] = {}
     interactive_wait_s: float = 0.0
     prefixes: frozenset[int] = frozenset()
 
@@ -101,11 +103,29 @@ class PeerLimits(msgspec.Struct, frozen=True, kw_only=True):
     max_silence_s: float = 15.0
 
 
-def reluctance(
-    state: PeerState, priority: Priority, num_prompt_tokens: int, now: float, limits: PeerLimits
-) -> str:
+class NewWork(Protocol):
+    """What is asked about a request that is to begin somewhere."""
+
+    @property
+    def model(self) -> str:
+        """Its model."""
+        ...
+
+    @property
+    def priority(self) -> Priority:
+        """Its class."""
+        ...
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        """About how many tokens its prompt has."""
+        ...
+
+
+def reluctance(state: PeerState, work: NewWork, now: float, limits: PeerLimits) -> str:
     """Why new work should rather begin elsewhere, for people; empty: here is as good."""
-    is_job = priority is Priority.BACKGROUND
+    is_job = work.priority is Priority.BACKGROUND
+    free_cells = state.free_cells.get(work.model, work.num_prompt_tokens)
     why = ""
     if now - state.at > limits.max_silence_s:
         why = f"it said nothing for {now - state.at:.0f} s"
@@ -117,6 +137,6 @@ def reluctance(
         why = "its memory is short, and background waits there"
     elif not is_job and state.interactive_wait_s > limits.max_wait_s:
         why = f"people wait {state.interactive_wait_s:.0f} s there"
-    elif state.free_cells is not None and num_prompt_tokens > state.free_cells:
-        why = f"it has room for {state.free_cells} tokens, and the prompt has {num_prompt_tokens}"
+    elif work.num_prompt_tokens > free_cells:
+        why = f"it has room for {free_cells} tokens, and the prompt has {work.num_prompt_tokens}"
     return why

@@ -124,7 +124,7 @@ class Router:
             fit = state.available[request.model]
             if name in exclude or closed(state) or fit < 0:
                 continue
-            is_last = bool(reluctance(state, request.priority, 0, now, self.settings.limits))
+            is_last = bool(reluctance(state, request, now, self.settings.limits))
             key = (is_last, -fit, name)
             best = key if best is None or key < best else best
         return None if best is None else Route(best[2], Reason.LOADS)
@@ -239,7 +239,7 @@ class _Look:
         request, state = self._request, self._peers.state(name)
         if request.priority is Priority.BACKGROUND and self._people(name) >= state.num_slots:
             return True  # a job would be parked at once, and its cells are those of people
-        why = reluctance(state, request.priority, request.num_prompt_tokens, self._now, self._settings.limits)
+        why = reluctance(state, request, self._now, self._settings.limits)
         return bool(why)
 
     def _people(self, name: str) -> int:

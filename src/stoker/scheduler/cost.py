@@ -132,7 +132,7 @@ class StepCost:
 
     def among_others(self, num_tokens: float) -> float | None:
         """Seconds that so many tokens take in a step of the quickest size; None: nothing was measured."""
-        best = self._best_rate()
+        best = self.best_rate()
         return num_tokens / best if best else None
 
     def predict_few(self, num_tokens: float, few: float) -> float | None:
@@ -175,9 +175,9 @@ class StepCost:
 
     def tokens_at_best(self, budget_s: float, most: int) -> int:
         """As `tokens_within`; more tokens cost no more each than those of the quickest size measured."""
-        return max(self.tokens_within(budget_s, most), min(most, int(self._best_rate() * budget_s)))
+        return max(self.tokens_within(budget_s, most), min(most, int(self.best_rate() * budget_s)))
 
-    def _best_rate(self) -> float:
+    def best_rate(self) -> float:
         """Tokens a second of the quickest size measured; 0: nothing was measured."""
         return max((point.num_tokens / point.took_s for point in self._points()), default=0.0)
 

@@ -312,6 +312,16 @@ class EtaEstimator:
         each_s = starts[-1] / len(starts) if starts else 0.0
         return [*starts, *(each_s * (at + 1) for at in range(len(starts), len(waiting)))]
 
+    def arrival_s(self, running: SequenceOf[Sequence], waiting: SequenceOf[Sequence]) -> float | None:
+        """Seconds until one more person would run, behind those who wait; None: nothing was measured yet."""
+        if self._cost.predict(1) is None:
+            return None
+        people = [sequence for sequence in waiting if not sequence.is_background]
+        close = [self._work(sequence) for sequence in people[:CLOSE_POSITIONS]]
+        close.append(WorkLeft(1.0, self._lengths[False].left(0, None)))
+        starts = starts_s([self._work(sequence) for sequence in running], close, self.num_places, self)
+        return starts[-1] * max(1.0, (len(people) + 1) / len(close))
+
     def _work(self, sequence: Sequence) -> WorkLeft:
         num_prompt: float = sequence.num_pending
         if sequence.state is SequenceState.QUEUED and sequence.shares:

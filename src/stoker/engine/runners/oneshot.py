@@ -46,7 +46,7 @@ if TYPE_CHECKING:
     from stoker.engine.threads.timer import StepTimer
     from stoker.ipc.model import ModelSpec
     from stoker.ipc.request import Priority
-    from stoker.ipc.status import SlotStatus
+    from stoker.ipc.status import ModelRoom, SlotStatus
     from stoker.kv.sequence import Sequence
     from stoker.scheduler.queue import Throttle
     from stoker.scheduler.scheduler import Scheduler
@@ -179,6 +179,10 @@ class OneShotRunner:
     def activity(self, now: float) -> dict[str, float]:  # noqa: ARG002 - as `ModelRunner` has it
         """It has no steps."""
         return {}
+
+    def room(self) -> ModelRoom | None:
+        """It has no cells."""
+        return None
 
     def slot_status(self, now: float) -> list[SlotStatus]:  # noqa: ARG002 - as `ModelRunner` has it
         """It has no slots."""

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from stoker.engine.residency.load import Load
     from stoker.ipc.model import ModelSpec
     from stoker.ipc.request import Priority
-    from stoker.ipc.status import SlotStatus
+    from stoker.ipc.status import ModelRoom, SlotStatus
     from stoker.kv.sequence import Sequence
     from stoker.scheduler.cost import StepTally
     from stoker.scheduler.queue import Throttle
@@ -121,6 +121,10 @@ class ModelRunner(Protocol):
 
     def activity(self, now: float) -> dict[str, float]:
         """What its steps were like lately, by name; empty: it has none."""
+        ...
+
+    def room(self) -> ModelRoom | None:
+        """What it has left for a new request; None: it has no cells."""
         ...
 
     def slot_status(self, now: float) -> list[SlotStatus]:

@@ -26,6 +26,7 @@ from stoker.grammar.tokenizer import GrammarTokenizer
 from stoker.ipc.events import Parked
 from stoker.ipc.model import KVLayout, ModelClass
 from stoker.ipc.request import FinishReason
+from stoker.ipc.status import ModelRoom
 from stoker.kv.cells import SchedulerLimits
 from stoker.kv.sequence import ParkForm, SequenceState
 from stoker.sampling.truncation import Workspace
@@ -190,6 +191,19 @@ class SlotRunner:
         """What its steps were like lately."""
         self.scheduler.note_steps()
         return self.scheduler.activity.figures(now)
+
+    def room(self) -> ModelRoom:
+        """What it has left for a new request."""
+        scheduler = self.scheduler
+        cells = scheduler.cells
+        held = cells.held(each.slot for each in scheduler.slots.running if each.slot is not None)
+        return ModelRoom(
+            num_cells=cells.total,
+            free_cells=cells.total - held,
+            interactive_wait_s=scheduler.eta.arrival_s(scheduler.slots.running, list(scheduler.queue)),
+            prefill_tokens_per_s=round(scheduler.cost.best_rate(), 1),
+            fingerprint=self.prep.fingerprint,
+        )
 
     def slot_status(self, now: float) -> list[SlotStatus]:
         """Each slot as it is now."""
