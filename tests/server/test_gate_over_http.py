@@ -174,6 +174,31 @@ def handed(machine: ServerThread, submit: Submit) -> list[Any]:
     return [event for frame in event_decoder().feed(answer.content) for event in frame]
 
 
+def test_the_moves_of_a_request_tell_where_it_goes_on(
+    gate: ServerThread, machines: list[ServerThread]
+) -> None:
+    """P11: in which slot of which machine, after a loss as at first."""
+    num_chunks, left = 0, machines[0]
+    for line in lines_of(gate.url, "/v1/completions", ASKED):
+        num_chunks += line.startswith("data: {")
+        if num_chunks == 10:
+            lost = owner_of(machines)
+            left = next(one for one in machines if one is not lost)
+            lose(lost)
+            num_chunks += 1
+    status = httpx.get(f"{gate.url}/v1/runtime", timeout=60).json()
+    moves = status["recent"][-1]["moves"]
+    states = [move["state"] for move in moves if move["state"] in {"prefill", "decode", "parked"}]
+    assert states == ["prefill", "decode", "parked", "prefill", "decode"]
+    found = [(move["slot"], move["reason"]) for move in moves if move["state"] == "prefill"]
+    numbers = {one["name"]: one["slots"]["fake"] for one in status["machines"]}
+    for machine, (slot, reason) in zip((lost, left), found, strict=True):
+        name = f"127.0.0.1:{machine.port}"
+        first, num_slots = numbers[name]
+        assert first <= slot < first + num_slots
+        assert reason.endswith(f"at {name}")
+
+
 def test_only_operators_hand_requests_over(start_server: Start, tmp_path: Path) -> None:
     """P7: what was delivered before is a gate's word; a body that is none is a typed error."""
     keys = tmp_path / "keys"

@@ -224,6 +224,34 @@ async def test_a_request_goes_on_from_its_tokens_at_another_machine(bench: Bench
     assert len(bench.ends) == 1
 
 
+async def test_a_return_has_the_slot_of_the_machine_that_it_is_at(bench: Bench) -> None:
+    """P11: slots of a site have a number each; who took one is named as the gate's clients know it."""
+    bench.submit()
+    first, lost = bench.run, bench.link
+    first.say_all([Admitted("r", prompt_tokens=3, slot=1)])
+    first.say(1)
+    first.end(LOST)
+    park = Parked(request_id="r.hop2", index=0, form="cells", reason="gave its slot to x.hop3", by="x.hop3")
+    bench.run.say_all([Admitted("r.hop2", prompt_tokens=3, slot=1), park])
+    await bench.settle()
+    shown = {one.name: one.slots for one in bench.engine._machines()}
+    (here, _), (there, _) = shown[lost.name][MODEL], shown[bench.link.name][MODEL]
+    assert sorted((here, there)) == [0, 2]
+    assert [event.slot for event in bench.of(Admitted)] == [here + 1, there + 1]
+    assert (bench.of(Parked)[-1].by, bench.of(Parked)[-1].reason) == ("x", "gave its slot to x")
+
+
+async def test_a_machine_that_has_more_slots_than_before_gets_other_numbers(bench: Bench) -> None:
+    """P11: those that follow its own are another machine's."""
+    first, second = bench.site
+    assert [bench.site.slot_base(one, MODEL) for one in (first, second)] == [0, 2]
+    assert first.look is not None
+    (info,) = first.look.overview.models
+    first.look.overview.models[:] = [msgspec.structs.replace(info, num_slots=3)]
+    assert [bench.site.slot_base(one, MODEL) for one in (first, second)] == [4, 2]
+    assert first.status(0, 0.0).slots == {MODEL: (4, 3)}
+
+
 async def test_a_machine_that_sheds_is_no_end_of_a_request(bench: Bench) -> None:
     """P8: another is asked before its first token; its client hears of nothing, or of the last refusal."""
     bench.submit()

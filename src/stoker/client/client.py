@@ -276,6 +276,7 @@ class Client:
         """See `Runtime.stream`. The request is live before its constraint is ready."""
         supervisor = self.running()
         events = RequestStream(partial(supervisor.requests.cancel, record.request_id))
+        events.has_returns = record.is_handed_over
         record.sinks.append(events.push)
         try:
             info = supervisor.registry.resolve(record.request.model)

@@ -145,6 +145,9 @@ class Journey:
                 slot = None if slot is None else slot + slot_base
                 reason = f"{reason}, at {peer}" if reason else f"at {peer}"
                 event = msgspec.structs.replace(event, slot=slot, reason=reason)
+            case Parked(by=str(by), reason=reason):
+                reason = reason.replace(by, own_id(by))
+                event = msgspec.structs.replace(event, by=own_id(by), reason=reason)
         self.was_accepted = True
         if event.request_id != self.request_id:
             event = msgspec.structs.replace(event, request_id=self.request_id)

@@ -39,7 +39,7 @@ class Machine:
         link: the way to it.
         breaker: whether it is trusted.
         look: what it said last of itself; None: nothing yet.
-        base: what its slots are counted from, by model, so that each slot of the site has one number.
+        slots: the numbers of its slots by model: each slot of the site has one.
         num_moved: requests that were taken away from it.
         is_wanted: it is a part of the site; else it ends what it has.
     """
@@ -47,7 +47,7 @@ class Machine:
     link: PeerLink
     breaker: Breaker = field(default_factory=Breaker)
     look: PeerLook | None = None
-    base: dict[str, int] = field(default_factory=dict)
+    slots: dict[str, range] = field(default_factory=dict)
     is_wanted: bool = True
     num_moved: int = 0
     suspended_since: float | None = None
@@ -124,6 +124,7 @@ class Machine:
             pressure=engine.memory.pressure,
             age_s=round(now - self.looked_s, 3),
             models=[one.id for one in self.look.overview.states if one.state == ModelLife.READY],
+            slots={model: (numbers.start, len(numbers)) for model, numbers in self.slots.items()},
         )
 
 
@@ -146,7 +147,7 @@ class Site:
         self._router = Router()
         self._machines = {link.name: Machine(link) for link in links}
         self._served: list[tuple[Any, ...]] = []
-        self._next_base: dict[str, int] = {}
+        self._next_slot: dict[str, int] = {}
         self._closing: set[asyncio.Task[None]] = set()
         self._changed = asyncio.Event()
 
@@ -270,11 +271,13 @@ class Site:
 
     def slot_base(self, machine: Machine, model: str) -> int:
         """What is added to the number of a machine's slot."""
-        if model not in machine.base:
-            info = machine.info(model)
-            machine.base[model] = self._next_base.get(model, 0)
-            self._next_base[model] = machine.base[model] + (info.num_slots if info else 1)
-        return machine.base[model]
+        info, numbers = machine.info(model), machine.slots.get(model)
+        num_slots = info.num_slots if info else 1
+        if numbers is None or len(numbers) < num_slots:  # with more than before it gets others
+            first = self._next_slot.get(model, 0)
+            numbers = machine.slots[model] = range(first, first + num_slots)
+            self._next_slot[model] = numbers.stop
+        return numbers.start
 
     def choose(self, request: RouteRequest, exclude: Container[str], now: float) -> Route:
         """The machine that is to take a request. Raises as `Router.choose`."""

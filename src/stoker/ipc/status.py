@@ -409,6 +409,7 @@ class MachineStatus(msgspec.Struct, frozen=True, kw_only=True):
         num_requests: that this gate has there now; num_moved: that it took away from there, in all.
         heat, pressure: as it was last heard of, `age_s` seconds ago; None: never.
         models: ids of those in memory.
+        slots: by model, the number that this gate gives the first of its slots there, and how many they are.
     """
 
     name: str
@@ -424,6 +425,7 @@ class MachineStatus(msgspec.Struct, frozen=True, kw_only=True):
     pressure: str = ""
     age_s: float | None = None
     models: list[str] = []
+    slots: dict[str, tuple[int, int]] = {}
 
 
 class ModelRoom(msgspec.Struct, frozen=True, kw_only=True):

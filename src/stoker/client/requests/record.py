@@ -429,7 +429,7 @@ class RequestRecord:
                 is_shown = not (self.is_quiet or self.is_at_rest)
             case Admitted():
                 self.preparation_crashes = 0
-                is_shown = self.num_generated == 0  # afterwards it is a return, which the client does not see
+                is_shown = self.num_generated == 0 or self.is_handed_over  # a return is for gates alone
                 self.was_accepted = True
                 self.num_context = event.num_context
                 self.stage = Stage.ADMITTED

@@ -89,10 +89,14 @@ class RequestStream:
 
     Args:
         on_abandon: called once when the consumer leaves before the end.
+
+    Attributes:
+        has_returns: each admission is told, not only the first.
     """
 
     def __init__(self, on_abandon: Callable[[], None]) -> None:
         self._on_abandon = on_abandon
+        self.has_returns = False
         # Deltas that will be read as one wait as a list: joined only then, merging costs nothing.
         self._waiting: deque[list[Delta] | StreamEvent | Failed] = deque()
         self._runs: dict[int, list[Delta]] = {}  # the last that waits of each choice
@@ -128,7 +132,7 @@ class RequestStream:
         match event:
             case Queued() | PrefillProgress() if self._waiting and type(self._waiting[-1]) is type(event):
                 self._waiting[-1] = event
-            case Admitted() if self._is_admitted:
+            case Admitted() if self._is_admitted and not self.has_returns:
                 return  # of another choice, or of a return: what the first one found counts
             case Queued() | Admitted() | Parked() | Paused() | Resumed():
                 self._is_admitted |= type(event) is Admitted
