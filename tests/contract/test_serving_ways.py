@@ -79,7 +79,9 @@ def test_a_folder_with_a_twin_has_both_ways_and_a_named_backend_one(add: Any, fo
     assert [way.path for way in ways_of(str(folder), "llama")] == [str(twin)]
     with pytest.raises(UnsupportedError, match=r"mnn does not read .*: hello, llama"):
         ways_of(str(folder), "mnn")
-    with pytest.raises(InvalidRequestError, match="there is no 'mxl'; there are: auto, hello"):
+    with pytest.raises(
+        InvalidRequestError, match=r"there is no 'mxl'; there are: auto, hello, mnn, mlx, llama$"
+    ):
         ways_of(str(folder), "mxl")
     write_llama(folder / "other.gguf")  # which of them would be meant
     assert len(ways_of(str(folder))) == 1
@@ -128,6 +130,15 @@ def test_a_file_that_is_not_there_or_not_whole_gives_way_to_the_twin(tmp_path: P
         assert file.name in found.info.backend_reason
         with pytest.raises((ModelFileError, ModelNotFoundError), match=file.name):
             ModelSource.read(settings_of(tmp_path, {"file": str(file)}))
+
+
+def test_the_reason_names_its_backend_where_the_path_contains_the_name(tmp_path: Path) -> None:
+    """K8: what serves a file is not to be guessed from where it lies."""
+    whole = write_llama(tmp_path / "whole.gguf")
+    broken = tmp_path / "llama.gguf"
+    broken.write_bytes(whole.read_bytes()[:-100])
+    (found,) = ModelSource.read(settings_of(tmp_path, {"file": str(broken), "fallback": str(whole)})).served
+    assert found.info.backend_reason.startswith(f"llama: {broken}")
 
 
 def script(tmp_path: Path) -> Path:

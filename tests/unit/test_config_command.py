@@ -110,7 +110,6 @@ def test_what_a_right_file_leads_to_is_checked_too(tmp_path):
             "no model 'b' is served; there are: a",
         ),
         ('[models.a]\nfile = "fake:"\nfallback = "/nope"', "3: models.a.fallback", "model file: /nope"),
-        ('[models.a]\nfile = "/nope"\nfallback = "/nope2"', "3: models.a.fallback", "file: /nope2"),
         ('[models.a]\nfile = "fake:"\nbackend = "LLAMA"', "3: models.a.backend", "there is no 'LLAMA'"),
         ('models = ["fake:"]\nhost = "a b"', "2: host", "there is no address 'a b'"),
         ('models = ["fake:"]\nollama_port = 8686', "2: ollama_port", "8686 is that of the server itself"),
@@ -291,3 +290,49 @@ def test_what_names_single_models_is_checked_once_beside_the_tables(tmp_path):
     told = run("check", file).output.splitlines()
     assert len(told) == 1
     assert told[0].startswith(f"{file}:2: draft_model: no such model file")
+
+
+TWINS = """\
+backend = "metal"
+[models.a]
+file = "fake:a"
+[models.b]
+file = "fake:b"
+fallback = "gone.gguf"
+[models.c]
+file = "fake:c"
+fallback = "broken.gguf"
+[models.d]
+file = "broken.gguf"
+fallback = "fake:d"
+[models.e]
+file = "fake:e"
+fallback = "broken.gguf"
+backend = "fake"
+[models.f]
+file = "broken.gguf"
+fallback = "gone.gguf"
+[models.g]
+file = "fake:g"
+fallback = "fake:h"
+"""
+
+
+def test_a_backend_that_there_is_none_of_is_told_once_and_a_wrong_fallback_at_its_line(tmp_path, monkeypatch):
+    """G8, K8: that a model is served without them does not hide what is wrong with them."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "broken.gguf").write_bytes(b"GGUF")
+    file = tmp_path / "stoker.toml"
+    file.write_text(TWINS, encoding="utf-8")
+    told = [line.removeprefix(f"{file}:").split(": ", 2) for line in run("check", file).output.splitlines()]
+    assert [place for *place, _ in told] == [
+        ["1", "backend"],
+        ["6", "models.b.fallback"],
+        ["9", "models.c.fallback"],
+        ["11", "models.d.file"],
+        ["15", "models.e.fallback"],
+        ["18", "models.f.file"],
+        ["19", "models.f.fallback"],
+    ]
+    assert "no such model file" in told[1][2]
+    assert all("broken.gguf" in text for *_, text in (told[2], told[3], told[5]))

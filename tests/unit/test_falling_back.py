@@ -134,7 +134,8 @@ def test_what_goes_on_with_another_way(fields: dict, request_fields: dict, says:
         fallbacks=(way("second", "u"), way("third", "u")),
     )
     load = Load(None, spec, None, 0.0, is_reload=False)  # type: ignore[arg-type]
-    assert load.pass_on(ModelFileError("broken"))
+    assert load.pass_on(ModelFileError("b.gguf is broken"))
+    assert load.passed_over == ("b: b.gguf is broken",)
     load.vocabulary = "same"
     request = GenerateRequest(**{"prompt": "x", "model": "m", **request_fields})
     error = cannot_go_on(Submit(request_id="r", request=request, **{"made_for": "b first", **fields}), load)

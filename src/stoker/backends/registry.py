@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 from stoker.errors import BackendUnavailableError, InvalidRequestError
 
 if TYPE_CHECKING:
+    from stoker.errors import StokerError
     from stoker.models.reader import ModelReader
 
 
@@ -122,7 +123,7 @@ def entry_of(name: str) -> BackendEntry:
     """The backend of that name. Raises InvalidRequestError: there is none."""
     found = next((entry for entry in BACKENDS if entry.name == name), None)
     if found is None:
-        names = ", ".join(entry.name for entry in BACKENDS)
+        names = ", ".join(entry.name for entry in BACKENDS if not entry.scheme)  # others are for tests
         raise InvalidRequestError(f"backend: there is no {name!r}; there are: auto, {names}", param="backend")
     return found
 
@@ -131,6 +132,12 @@ def readers_of(path: str) -> tuple[BackendEntry, ...]:
     """The backends that read the model of a name or path, the preferred one first (docs/adr/0032)."""
     readers = tuple(entry for entry in BACKENDS if entry.reads(path)) or (BACKENDS[-1],)
     return tuple(sorted(readers, key=lambda entry: entry.rank_here))
+
+
+def why_not(backend: str, error: StokerError) -> str:
+    """Why a backend does not serve a model, for people; it begins with the backend, or is about it."""
+    is_about_it = error.details.get("backend") == backend
+    return error.message if is_about_it else f"{backend}: {error.message}"
 
 
 def open_model(path: str, backend: str = "") -> ModelReader:

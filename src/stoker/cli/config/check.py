@@ -11,7 +11,8 @@ import msgspec
 
 from stoker.client.models.beside import parse_adapter
 from stoker.client.models.specs import ModelSource
-from stoker.errors import InvalidRequestError, StokerError, error_from_info
+from stoker.client.models.ways import AUTO, check_backend
+from stoker.errors import BackendUnavailableError, InvalidRequestError, StokerError, error_from_info
 from stoker.models.adapters import read_adapter
 from stoker.models.projector import read_projector
 from stoker.ray.site import TABLE, mistakes_of_ray
@@ -21,7 +22,7 @@ from stoker.settings import load_settings, mistakes_of, settings_text, toml_prob
 from stoker.site_settings import KeySettings, ModelSettings
 
 if TYPE_CHECKING:
-    from collections.abc import Generator, Iterator
+    from collections.abc import Callable, Generator, Iterator
 
     from stoker.settings import EngineSettings, ServerSettings
 
@@ -104,6 +105,11 @@ def _unreachable(server: ServerSettings) -> Iterator[StokerError]:
 
 def _unserved(engine: EngineSettings, keys: object) -> Iterator[StokerError]:
     """Why models cannot be served, each by itself and then together, and models of keys that are not."""
+    try:
+        check_backend(engine.backend)
+    except InvalidRequestError as unknown:  # each of the models would say so again
+        yield unknown
+        engine = engine.replace(backend=AUTO)
     names = {name for table in engine.model_tables for name in _names_of(engine, table)}
     tables, refs = {}, []
     for name, table in engine.model_tables.items():
@@ -154,12 +160,11 @@ def _checked(
 
     given = {field: value for field in _BESIDE_A_FILE if (value := getattr(table, field)) not in (None, ())}
     right = table.replace(**{field: ModelSettings.model_fields[field].default for field in given})
-    errors: list[StokerError] = []
-    has_file = True
-    if error := why_not(right):
-        errors.append(error)
-        has_file, right = False, right.replace(file=_STAND_IN)
-        if error := why_not(right):
+    errors, right = _of_ways(name, right, why_not)
+    has_file = why_not(right) is None
+    if not has_file:
+        right = right.replace(file=_STAND_IN)
+        if why_not(right):
             return errors, None
     for field, value in given.items():
         reads_alone = field in _FITTED and not has_file
@@ -171,6 +176,30 @@ def _checked(
             right = right if any(found) else right.replace(**{field: value})
         errors += filter(None, found)
     return errors, right
+
+
+def _of_ways(
+    name: str, table: ModelSettings, why_not: Callable[[ModelSettings], StokerError | None]
+) -> tuple[list[StokerError], ModelSettings]:
+    """What is wrong with a table's file and its fallback, each by itself, and the table to go on with.
+
+    A backend that only this machine lacks is no mistake where the other of the two serves.
+    """
+    together, place = why_not(table), f"models.{name}.fallback"
+    if table.fallback is None:
+        return [together] if together else [], table
+    alone = table.replace(fallback=None)
+    errors = [why_not(alone)]
+    if together is not None and together.param == place:
+        return [error for error in (*errors, together) if error], alone
+    if error := why_not(alone.replace(file=table.fallback)):
+        text = error.message.removeprefix(f"{error.param}: ")
+        info = msgspec.structs.replace(error.info(), message=f"{place}: {text}", param=place)
+        errors.append(error_from_info(info))
+    found = [error for error in errors if error]
+    if together is None:
+        found = [error for error in found if not isinstance(error, BackendUnavailableError)]
+    return found or ([together] if together else []), table
 
 
 def _unread(name: str, field: str, value: Any) -> StokerError | None:

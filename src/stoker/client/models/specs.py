@@ -25,7 +25,7 @@ from stoker.client.models.beside import (
     read_template,
     score_output,
 )
-from stoker.client.models.ways import AUTO, usable_ways, ways_of
+from stoker.client.models.ways import AUTO, check_backend, usable_ways, ways_of
 from stoker.client.store.last_models import LastModels
 from stoker.errors import (
     InvalidRequestError,
@@ -249,6 +249,8 @@ class ModelSource:
         elif "backend" in table.model_fields_set:
             with _placed_at(f"{place}.fallback"):
                 source._check_twin(table)
+        else:
+            check_backend(source.settings.backend)  # of all models: wrong at its own place
         with _placed_at(f"{place}.chat_template") if table.chat_template else nullcontext():
             source._own_files()
         own = {"fallback": f"{place}.fallback"}

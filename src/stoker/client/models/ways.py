@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from msgspec.structs import replace
 
-from stoker.backends.registry import BACKENDS, entry_of, has_scheme, readers_of
+from stoker.backends.registry import BACKENDS, entry_of, has_scheme, readers_of, why_not
 from stoker.backends.trial.trial import remembered
 from stoker.errors import StokerError, UnsupportedError, error_from_info
 from stoker.models.projector import is_projector
@@ -49,6 +49,12 @@ class Way:
         if verdict is not None and not verdict.is_ok:
             raise self.entry.unavailable(f"its trial failed: {verdict.detail}")
         return file
+
+
+def check_backend(name: str) -> None:
+    """Raises InvalidRequestError where there is no backend of that name, nor is it `AUTO`."""
+    if name != AUTO:
+        entry_of(name)
 
 
 def ways_of(path: str, backend: str = AUTO) -> list[Way]:
@@ -114,12 +120,6 @@ def usable_ways(ways: list[Way], name: str, cache_dir: Path) -> UsableWays:
     if not files:
         raise together(errors)
     return UsableWays(tuple(files), tuple(passed_over))
-
-
-def why_not(backend: str, error: StokerError) -> str:
-    """Why a backend does not serve a model, for people."""
-    text = error.message
-    return text if backend in text else f"{backend}: {text}"
 
 
 def together(errors: list[StokerError]) -> StokerError:

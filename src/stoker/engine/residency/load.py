@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from stoker.backends.device import HeldDevices
-from stoker.backends.registry import OpenModels, entry_of, readers_of
+from stoker.backends.registry import OpenModels, entry_of, readers_of, why_not
 from stoker.backends.trial.trial import prove
 from stoker.engine.inbox import (
     Inbox,
@@ -130,8 +130,7 @@ class Load:
         self.errors.append(error)
         if not (self.rest and is_for_others(error)):
             return False
-        reason = error.message
-        self.passed_over += (reason if self.way.backend in reason else f"{self.way.backend}: {reason}",)
+        self.passed_over += (why_not(self.way.backend, error),)
         self.way, *rest = self.rest
         self.rest = tuple(rest)
         self.estimator = self.fitted = self.looked_at = None
