@@ -142,7 +142,7 @@ def _feed_forward(prefix: str, names: tuple[str, str, str]) -> Shapes:
     return {gate: (FEED_FORWARD, WIDTH), up: (FEED_FORWARD, WIDTH), down: (WIDTH, FEED_FORWARD)}
 
 
-def _transformer(*extra: str, has_bias: bool = False, has_head_norms: bool = False) -> Shapes:
+def transformer(*extra: str, has_bias: bool = False, has_head_norms: bool = False) -> Shapes:
     """Llama's tensors; `extra` are norms that a layer has beside its two."""
     found: Shapes = {"model.norm.weight": (WIDTH,)}
     for number in range(NUM_LAYERS):
@@ -218,9 +218,9 @@ _HEADED: dict[str, Any] = {
 }
 _GEMMA_NORMS = ("pre_feedforward_layernorm", "post_feedforward_layernorm")
 _ARCHITECTURES: dict[str, tuple[dict[str, Any], Callable[[], Shapes]]] = {
-    "llama": (_HEADED, _transformer),
-    "qwen2": (_HEADED, lambda: _transformer(has_bias=True)),
-    "qwen3": (_HEADED, lambda: _transformer(has_head_norms=True)),
+    "llama": (_HEADED, transformer),
+    "qwen2": (_HEADED, lambda: transformer(has_bias=True)),
+    "qwen3": (_HEADED, lambda: transformer(has_head_norms=True)),
     "gemma3_text": (
         {
             **_HEADED,
@@ -229,7 +229,7 @@ _ARCHITECTURES: dict[str, tuple[dict[str, Any], Callable[[], Shapes]]] = {
             "sliding_window": WINDOW,
             "sliding_window_pattern": PATTERN,
         },
-        lambda: _transformer(*_GEMMA_NORMS, has_head_norms=True),
+        lambda: transformer(*_GEMMA_NORMS, has_head_norms=True),
     ),
     "mamba": (
         {

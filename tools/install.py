@@ -40,6 +40,8 @@ NATIVE = "llama-cpp-python"
 NO_AMX = ("-mno-amx-tile", "-mno-amx-int8", "-mno-amx-bf16")
 BUILT_WITH = ("CMAKE_ARGS", "CC", "CXX", "CFLAGS", "CXXFLAGS", "CUDACXX")
 """What of the environment decides what a build becomes."""
+DEVELOPERS, MODULES_ALONE = "dev", "mlx-vlm"
+"""An extra whose tests need modules of a package, none of which needs what the package's program does."""
 INPUTS = ("pyproject.toml", "constraints.txt", "tools/install.py")
 STATE = "installed.json"
 COMPUTES_ON = "from stoker.backends.llama import binding as b; print(b.label(b.accelerators()))"
@@ -409,6 +411,8 @@ def install(folder: Path, extras: list[str], *, again: bool = False) -> Installe
         _install_native(pip, Job(build, compiler, env, log), again=again)
     target = f"{ROOT}[{','.join(extras)}]" if extras else str(ROOT)
     run_pip(f"installing Stoker ({', '.join(extras) or 'no extras'})", [*pip, "--editable", target], env, log)
+    if DEVELOPERS in extras:
+        run_pip(f"installing {MODULES_ALONE}", [*pip, "--no-deps", MODULES_ALONE], env, log)
     after = Installed(inputs, build, tuple(extras), _computes_on(python))
     after.note(folder)
     print(f"  computes on {after.describe()}", flush=True)

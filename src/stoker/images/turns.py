@@ -68,6 +68,7 @@ def require_vision(info: ModelInfo, param: str) -> None:
         Pairing.READY: "its projector hears and sees nothing",
         Pairing.TEXT_ONLY: _TEXT_ONLY,
     }.get(Pairing(info.pairing), f"it has no vision ({info.architecture}, and no projector is given)")
+    why = info.pairing_reason or why
     raise UnsupportedError(f"{param}: the model {info.id} takes text, no pictures: {why}", param=param)
 
 
@@ -81,6 +82,7 @@ def require_hearing(info: ModelInfo, param: str) -> None:
         Pairing.READY: "its projector sees and hears nothing",
         Pairing.TEXT_ONLY: _TEXT_ONLY,
     }.get(Pairing(info.pairing), f"it has no hearing ({info.architecture}, and no projector is given)")
+    why = info.pairing_reason or why
     raise UnsupportedError(f"{param}: the model {info.id} takes no recordings: {why}", param=param)
 
 

@@ -432,6 +432,7 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
         repeatable_cost: how much longer a step takes for it here, 0.15 being 15 %; None: not measured.
         degraded: what it got less of than was asked for, for want of memory (SPEC R2).
         pairing: with its projector (SPEC V1): "ready", "needs_projector", "broken", "text_only"; or empty.
+        pairing_reason: why it sees and hears nothing, where its backend says more than `pairing` does.
         hears_hz: samples a second of the recordings that it takes (SPEC V9); 0: it takes none.
         hearing: kind of the projector's part that listens; empty: there is none.
         pooling: how an encoder makes one vector of a text's tokens; empty: it is no encoder.
@@ -477,6 +478,7 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
     hears_hz: int = 0
     hearing: str = ""
     pairing: str = ""
+    pairing_reason: str = ""
     degraded: list[str] = []
     pooling: str = ""
     n_embd: int = 0

@@ -30,7 +30,7 @@ class ModelDescription:
         chat_template: its file's, or its family's.
         outputs: labels of a reranker's classifier in their order, empty where unnamed.
         max_slots: sequences that its backend computes side by side at the most; 0: as many as are asked for.
-        pairing: how it stands with a projector (SPEC V1), as in `ModelInfo`.
+        pairing, pairing_reason: how it stands with a projector (SPEC V1), as in `ModelInfo`.
         header: the header of a GGUF file, which adapters and projectors are matched with.
     """
 
@@ -52,6 +52,7 @@ class ModelDescription:
     outputs: tuple[str, ...] = ()
     max_slots: int = 0
     pairing: str = ""
+    pairing_reason: str = ""
     header: GgufHeader | None = field(default=None, repr=False)
 
 

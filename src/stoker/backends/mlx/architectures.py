@@ -14,6 +14,7 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from stoker.backends.mlx.vision.families import FAMILIES, text_type
 from stoker.errors import UnsupportedError
 
 if TYPE_CHECKING:
@@ -70,8 +71,9 @@ def check_known(folder: ModelFolder) -> None:
         text = f"{folder.path}: its config asks for a program of its own (model_file), which is not run"
         raise UnsupportedError(text, architecture=folder.architecture, path=str(folder.path))
     found = library()
-    if found is not None and not found.knows(folder.architecture):
-        text = f"{folder.path}: mlx-lm {found.version} knows no architecture {folder.architecture!r}"
+    name = text_type(folder.config) if folder.architecture in FAMILIES else folder.architecture
+    if found is not None and not found.knows(name):
+        text = f"{folder.path}: mlx-lm {found.version} knows no architecture {name!r}"
         raise UnsupportedError(text, architecture=folder.architecture, path=str(folder.path))
 
 

@@ -22,10 +22,9 @@ from stoker.errors import StepFailedError, UnsupportedError
 from stoker.ipc.usage import Tensor
 
 if TYPE_CHECKING:
-    from stoker.backends.mlx.caches.kinds import Cache
     from stoker.backends.mlx.network import Network
-    from stoker.backends.mlx.sequences import Adapters
     from stoker.backends.mlx.text.vocabulary import FolderVocabulary
+    from stoker.backends.mlx.vision.vision import MlxVision
     from stoker.backends.protocol.backend import Buffer, InFlight
 
 _LOGIT_BYTES = 4
@@ -59,18 +58,25 @@ class MlxBackend:
         vocabulary: its tokenizer.
         capabilities: what it can do.
         num_threads: that a step uses on a CPU.
+        vision: what it sees with; None: it sees nothing.
     """
 
     def __init__(
-        self, network: Network, vocabulary: FolderVocabulary, capabilities: Capabilities, num_threads: int
+        self,
+        network: Network,
+        vocabulary: FolderVocabulary,
+        capabilities: Capabilities,
+        num_threads: int,
+        vision: MlxVision | None = None,
     ) -> None:
         found = capabilities
+        self._vision = vision
         self._network = network
         self._vocabulary = vocabulary
         self._capabilities = found
         steps = Steps(network, is_async=found.is_async)
         lengths = Lengths(found.num_sequences, found.n_vocab, found.n_batch)
-        self._append = partial(_append, steps, found.n_batch)
+        self._append = partial(steps.append_all, found.n_batch)
         self._steps = steps
         self._sequences = MlxSequences(lengths, found, network.new_caches, self._append)
         self._states = StateFormat(bytes.fromhex(found.fingerprint), network.new_caches)
@@ -99,6 +105,7 @@ class MlxBackend:
             recurrent=self if self._capabilities.state_layout else None,
             hidden=self,
             scorer=self,
+            vision=self._vision,
             threads=self._threads,
             scratch=self,
             draws=_Draws() if is_on_device() else None,
@@ -109,16 +116,17 @@ class MlxBackend:
         enter_thread()
         self._sequences.lengths.check(plan)
         if plan.has_pictures:
-            raise StepFailedError("tokens below 0 stand for images, which models of MLX do not take here")
+            self._check_pictures(plan)
         self._sequences.check_room(plan)
         return self._steps.launch(self._sequences, plan)
 
     def condition(self, seq: int, conditioning: Conditioning) -> None:
         """Compute the sequence's next tokens with this; UnsupportedError for what the model cannot do."""
-        if conditioning.source or conditioning.pictures:
+        if conditioning.source or (conditioning.pictures and self._vision is None):
             raise UnsupportedError(f"{self._capabilities.description} takes tokens and nothing beside them")
         self._network.adapted.check(conditioning.adapters)
         self._sequences.adapt(seq, conditioning.adapters)
+        self._sequences.show(seq, conditioning.pictures)
 
     def fork(self, src: int, dst: int, length: int) -> None:
         """Let the empty sequence `dst` share the first `length` tokens of `src`."""
@@ -152,14 +160,13 @@ class MlxBackend:
         enter_thread()
         tokens, start = self._sequences.tokens(seq), self._sequences.start(seq)
         caches = self._sequences.copied(seq) if tokens else []
-        return self._states.packed(HeldSequence(tokens, caches, start))
+        return self._states.packed(HeldSequence(tokens, caches, start, self._sequences.pictures(seq)))
 
     def import_state(self, seq: int, data: Buffer) -> None:
         """Put exported state into the empty sequence `seq`; InvalidRequestError, PoolFullError."""
         assert self.length(seq) == 0, f"sequence {seq} is not empty"
         enter_thread()
-        state = self._states.unpacked(data)
-        self._sequences.take(seq, state.tokens, state.caches or None, state.start)
+        self._sequences.take(seq, self._states.unpacked(data))
 
     def read_state(self, seq: int) -> list[Tensor]:
         """A recurrent model's state after the sequence's tokens; UnsupportedError."""
@@ -207,6 +214,13 @@ class MlxBackend:
         except RuntimeError as error:
             raise failure(error) from error
 
+    def _check_pictures(self, plan: BatchPlan) -> None:
+        """Raise StepFailedError where an item has no embeddings, before anything changes."""
+        if self._vision is None:
+            raise StepFailedError("tokens below 0 stand for images, which this model of MLX does not take")
+        for item in plan.items:
+            self._sequences.embeddings(item)
+
     def _refuse_without_state(self) -> None:
         if not self._capabilities.state_layout:
             found = self._capabilities
@@ -229,7 +243,11 @@ class MlxBackend:
             "kv": max(cells, self._sequences.size_bytes),
             "compute": network.work_bytes * found.n_batch + rows + scores,
         }
-        return {**lines, "adapters": network.adapted.size_bytes} if found.adapters else lines
+        if found.adapters:
+            lines["adapters"] = network.adapted.size_bytes
+        if self._vision is not None:
+            lines["projector"] = self._vision.size_bytes
+        return lines
 
     def give_back(self) -> None:
         """Free prompts of scores, and what MLX keeps of freed memory."""
@@ -244,15 +262,10 @@ class MlxBackend:
     def close(self) -> None:
         """Free everything; idempotent."""
         self.give_back()
+        if self._vision is not None:
+            self._vision.close()
+            self._vision = None
         self._sequences.clear()
         self._network.close()
         gc.collect()
         mx.clear_cache()
-
-
-def _append(
-    steps: Steps, n_batch: int, caches: list[Cache], tokens: Sequence[int], adapters: Adapters
-) -> None:
-    """Append tokens to caches in passes of a step's size."""
-    for begin in range(0, len(tokens), n_batch):
-        steps.append(caches, tokens[begin : begin + n_batch], adapters)

@@ -10,6 +10,7 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from stoker.backends.mlx.vision.families import projector_bytes
 from stoker.errors import UnsupportedError
 from stoker.ipc.model import KVLayout
 from stoker.models.folders.folder import TOKENIZER
@@ -56,6 +57,7 @@ class _FolderModel:
             "weights": self.layers.text_bytes,
             "kv": self._kv_bytes(spec, cells),
             "compute": self._compute_bytes(spec, cells),
+            "projector": projector_bytes(self.folder),
             "other": self._other_bytes(),
             "adapters": sum(each.size_bytes for each in spec.adapters),
         }

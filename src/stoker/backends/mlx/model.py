@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from dataclasses import replace
 from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING
 
@@ -14,6 +15,7 @@ from stoker.backends.mlx.backend import MlxBackend
 from stoker.backends.mlx.caches import kinds
 from stoker.backends.mlx.network import Network, open_network
 from stoker.backends.mlx.text.vocabulary import FolderVocabulary
+from stoker.backends.mlx.vision.vision import open_vision
 from stoker.backends.protocol.backend import Capabilities
 from stoker.errors import UnsupportedError
 from stoker.ipc.model import KVLayout
@@ -51,9 +53,16 @@ def load_backend(folder: ModelFolder, spec: ModelSpec, context: LoadContext) -> 
         native.BLAS.set_threads(num_threads)
     network = open_network(folder, spec.kv_type, spec.adapters, context.on_progress)
     try:
-        return MlxBackend(
-            network, FolderVocabulary(folder), _capabilities(folder, spec, network), num_threads
+        vocabulary = FolderVocabulary(folder)
+        vision, sight = open_vision(folder, vocabulary)
+        found = _capabilities(folder, spec, network)
+        seeing = replace(
+            found,
+            has_vision=vision is not None,
+            pairing=str(sight.pairing),
+            pairing_reason=sight.reason,
         )
+        return MlxBackend(network, vocabulary, seeing, num_threads, vision)
     except BaseException:
         network.close()
         raise
@@ -100,7 +109,6 @@ def _capabilities(folder: ModelFolder, spec: ModelSpec, network: Network) -> Cap
         is_async=is_on_device,
         fingerprint=_fingerprint(folder, network),
         state_layout=network.layout,
-        pairing=str(folder.pairing),
         adapters=tuple(network.adapted.fingerprints.items()),
     )
 

@@ -13,6 +13,7 @@ from stoker.backends.mlx.adapted import Adapted
 from stoker.backends.mlx.caches import kinds
 from stoker.backends.mlx.head import OutputHead
 from stoker.backends.mlx.native import Array
+from stoker.backends.mlx.vision.networks import network_classes
 from stoker.errors import InsufficientMemoryError, ModelLoadError, UnsupportedError
 from stoker.ipc.model import ModelClass
 from stoker.ipc.usage import Tensor
@@ -97,7 +98,12 @@ class Network:
         ]
 
     def forward(
-        self, tokens: Array, caches: list[Cache], rows: list[int], adapters: Adapters
+        self,
+        tokens: Array,
+        caches: list[Cache],
+        rows: list[int],
+        adapters: Adapters,
+        embeddings: Array | None = None,
     ) -> Array | None:
         """The graph of a pass.
 
@@ -106,13 +112,17 @@ class Network:
             caches: a layer's each, of those sequences.
             rows: tokens, counted over all of them, whose logits are wanted.
             adapters: of all of them.
+            embeddings: (sequences, count, width), in place of those of the tokens.
 
         Returns:
             float32 (rows, n_vocab); None: no rows are wanted.
         """
         self._adapted.use(adapters)
         self._head.expect(rows)
-        out = self._module(tokens, cache=caches)
+        if embeddings is None:
+            out = self._module(tokens, cache=caches)
+        else:
+            out = self._module(tokens, cache=caches, input_embeddings=embeddings.astype(self.dtype))
         return self._head.logits(out, rows) if rows else None
 
     def hidden(self) -> Tensor:
@@ -205,7 +215,7 @@ def open_network(
     name = folder.path.name
     on_progress(0.0)
     try:
-        module, _ = load_model(folder.path, lazy=True)
+        module, _ = load_model(folder.path, lazy=True, get_model_classes=network_classes)
         arrays = _parameters(module)
         total, done = sum(int(array.nbytes) for array in arrays) or 1, 0
         for array in arrays:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from stoker.backends.device import CPU
 from stoker.backends.mlx.architectures import check_known
 from stoker.backends.mlx.estimate import estimator
+from stoker.backends.mlx.vision.families import sight_of
 from stoker.ipc.model import ModelClass
 from stoker.models.chat_templates import family_template
 from stoker.models.folders.classes import class_of
@@ -53,7 +54,7 @@ class FolderReader:
         model_class = class_of(folder.architecture, file=str(folder.path))
         check_known(folder)
         read_layers(folder)
-        texts = folder.texts
+        texts, sight = folder.texts, sight_of(folder)
         return ModelDescription(
             model_class=model_class,
             architecture=folder.architecture,
@@ -68,7 +69,8 @@ class FolderReader:
             chat_template=folder.chat_template or family_template(folder.architecture, texts.eos_text),
             bos_text=texts.bos_text,
             eos_text=texts.eos_text,
-            pairing=str(folder.pairing),
+            pairing=str(sight.pairing),
+            pairing_reason=sight.reason,
         )
 
     def estimator(self) -> Estimator:

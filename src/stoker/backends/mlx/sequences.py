@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 import mlx.core as mx
 
@@ -17,13 +17,18 @@ from stoker.backends.cell_map import CellMap
 from stoker.backends.mlx.caches import kinds
 from stoker.backends.mlx.caches.batch import RowBatch
 from stoker.backends.mlx.caches.kinds import Cache
-from stoker.backends.protocol.backend import BatchPlan, Capabilities, Lengths
+from stoker.backends.protocol.backend import BatchPlan, Capabilities, Lengths, Placed, PlanItem
+from stoker.backends.protocol.vision import embeddings_of, placed_at
 from stoker.errors import PoolFullError
+
+if TYPE_CHECKING:
+    from stoker.backends.mlx.state import HeldSequence
+    from stoker.backends.protocol.backend import Rows
 
 Adapters: TypeAlias = tuple[tuple[str, float], ...]
 """Names and scales, in the order of names."""
-Compute: TypeAlias = Callable[[list[Cache], Sequence[int], Adapters], None]
-"""Appends tokens to caches, to the end."""
+Compute: TypeAlias = Callable[[list[Cache], Sequence[int], Adapters, Sequence[Placed]], None]
+"""Appends tokens, and pictures in some of their places, to caches, to the end."""
 
 MOST_COPIES = 4
 """How often a pool's tokens may lie in memory: those that sequences share part when one of them goes on."""
@@ -42,12 +47,20 @@ class _Held:
         caches: its own; None: it has a row, or its tokens have to be computed.
         start: where it begins; empty: where the model does.
         adapters: what its next tokens are computed with.
+        given: pictures that its next tokens may be of.
+        pictures: those that it holds, or a part of them, in order of their starts.
     """
 
     tokens: list[int] = field(default_factory=list)
     caches: list[Cache] | None = None
     start: list[Cache] = field(default_factory=list)
     adapters: Adapters = ()
+    given: tuple[Placed, ...] = ()
+    pictures: list[Placed] = field(default_factory=list)
+
+    def keep_pictures(self) -> None:
+        """Forget those that it holds nothing of."""
+        self.pictures = [each for each in self.pictures if each.start < len(self.tokens)]
 
 
 class MlxSequences:
@@ -93,6 +106,18 @@ class MlxSequences:
         """Compute its next tokens with these."""
         self._held[seq].adapters = adapters
 
+    def pictures(self, seq: int) -> list[Placed]:
+        """Those that it holds, or a part of them."""
+        return self._held[seq].pictures
+
+    def show(self, seq: int, pictures: tuple[Placed, ...]) -> None:
+        """Its next tokens may be of these."""
+        self._held[seq].given = pictures
+
+    def embeddings(self, item: PlanItem) -> Rows | None:
+        """What stands in the place of an item's tokens; None: they are tokens. Raises StepFailedError."""
+        return embeddings_of(item, self._held[item.seq].given) if item.tokens[0] < 0 else None
+
     def start(self, seq: int) -> list[Cache]:
         """Caches from which it begins; empty: as the model does."""
         return self._held[seq].start
@@ -103,6 +128,8 @@ class MlxSequences:
         """Let the empty `dst` share the first `length` tokens of `src`."""
         held, source = self._held[dst], self._held[src]
         held.tokens, held.start = source.tokens[:length], source.start
+        held.pictures = list(source.pictures)
+        held.keep_pictures()
         if source.caches is not None:
             held.caches = kinds.forked(source.caches, length)
         elif src in self._places:
@@ -116,7 +143,7 @@ class MlxSequences:
         held = self._held[seq]
         if length == 0:
             self.lose([seq])
-            held.start = []
+            held.start, held.given = [], ()
         elif length == self.lengths[seq]:
             return
         elif held.caches is not None:
@@ -124,15 +151,17 @@ class MlxSequences:
         elif seq in self._places:
             self._batch_of(seq).cut(seq, length)
         del held.tokens[length:]
+        held.keep_pictures()
         self._cells.trim(seq, length)
         self.lengths[seq] = length
 
-    def take(self, seq: int, tokens: Sequence[int], caches: list[Cache] | None, start: list[Cache]) -> None:
+    def take(self, seq: int, state: HeldSequence) -> None:
         """Give the empty sequence what was exported of one. Raises PoolFullError."""
-        self._cells.append(seq, len(tokens))
+        self._cells.append(seq, len(state.tokens))
         held = self._held[seq]
-        held.tokens, held.caches, held.start = list(tokens), caches, start
-        self.lengths[seq] = len(tokens)
+        held.tokens, held.caches, held.start = list(state.tokens), state.caches or None, state.start
+        held.pictures = list(state.pictures)
+        self.lengths[seq] = len(state.tokens)
 
     def begin_from(self, seq: int, start: list[Cache]) -> None:
         """Let the empty sequence begin from these caches."""
@@ -178,7 +207,7 @@ class MlxSequences:
         if held.caches is None:
             caches = kinds.shared(held.start) if held.start else self._make()
             if held.tokens:
-                self._compute(caches, held.tokens, held.adapters)
+                self._compute(caches, held.tokens, held.adapters, held.pictures)
             held.caches = caches
         return held.caches
 
@@ -217,7 +246,11 @@ class MlxSequences:
         """Count the tokens of a plan that was launched."""
         for item in plan.items:
             self._cells.append(item.seq, len(item.tokens))
-            self._held[item.seq].tokens.extend(item.tokens)
+            held = self._held[item.seq]
+            held.tokens.extend(item.tokens)
+            if item.tokens[0] < 0:
+                placed = placed_at(item, held.given)
+                held.pictures = [each for each in held.pictures if each.start != placed.start] + [placed]
         self.lengths.advance(plan)
 
     def take_back(self, plan: BatchPlan) -> None:
@@ -225,13 +258,14 @@ class MlxSequences:
         self.spoil([item.seq for item in plan.items])
         for item in plan.items:
             del self._held[item.seq].tokens[item.start :]
+            self._held[item.seq].keep_pictures()
             self._cells.trim(item.seq, item.start)
             self.lengths[item.seq] = item.start
 
     def clear(self) -> None:
         """Free everything."""
         for held in self._held:
-            held.caches, held.start = None, []
+            held.caches, held.start, held.given, held.pictures = None, [], (), []
         self._batches.clear()
         self._places.clear()
 

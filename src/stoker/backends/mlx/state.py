@@ -6,10 +6,11 @@ memory, so what is imported goes on bit-exactly. Numbers that caches keep beside
 
 from __future__ import annotations
 
+import re
 import struct
 import zlib
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import mlx.core as mx
@@ -21,7 +22,7 @@ from safetensors.numpy import load, save
 from stoker.backends.mlx.caches import kinds
 from stoker.backends.mlx.caches.kinds import Cache
 from stoker.backends.mlx.native import Array
-from stoker.backends.protocol.backend import Buffer
+from stoker.backends.protocol.backend import Buffer, Placed
 from stoker.errors import InvalidRequestError
 
 if TYPE_CHECKING:
@@ -41,6 +42,7 @@ _TYPES = {
     "bool": mx.bool_,
 }
 """Types of arrays by the names in the metadata: their bits stand in the tensors, as numpy lacks bfloat16."""
+_PICTURE = re.compile(r"pictures\.\d+")
 _NAMES = {dtype: name for name, dtype in _TYPES.items()}
 
 
@@ -52,11 +54,13 @@ class HeldSequence:
         tokens: that it held.
         caches: of them; none where it held none.
         start: from which it began; empty: as the model does.
+        pictures: that it holds a part of: what is lost of it is computed again with their embeddings.
     """
 
     tokens: list[int]
     caches: list[Cache]
     start: list[Cache]
+    pictures: list[Placed] = field(default_factory=list)
 
 
 class StateFormat:
@@ -83,6 +87,9 @@ class StateFormat:
                 for name, value in kinds.named(cache.state, f"{part}.{number}"):
                     into: dict[str, Any] = arrays if kinds.is_array(value) else numbers
                     into[name] = value
+        for number, placed in enumerate(state.pictures):
+            arrays[f"pictures.{number}"] = mx.array(placed.embeddings)
+            numbers[f"pictures.{number}"] = placed.start
         types = {name: _NAMES[array.dtype] for name, array in arrays.items()}
         described = {"numbers": numbers, "types": types}
         metadata = {name: msgspec.json.encode(value).decode() for name, value in described.items()}
@@ -99,6 +106,10 @@ class StateFormat:
             )
             tensors = {name: mx.array(bits).view(_TYPES[types[name]]) for name, bits in load(payload).items()}
             tokens = tensors.pop("tokens").tolist()
+            pictures = [
+                Placed(int(numbers[name]), np.array(tensors.pop(name)))
+                for name in sorted((each for each in tensors if _PICTURE.match(each)), key=_number)
+            ]
             held, start = self._caches("held", tensors, numbers), self._caches("start", tensors, numbers)
         except (
             SafetensorError,
@@ -110,7 +121,7 @@ class StateFormat:
         ) as error:
             raise InvalidRequestError(f"the state cannot be read: {error}", param="state") from error
         mx.eval(kinds.arrays(held), kinds.arrays(start))
-        return HeldSequence(tokens, held, start)
+        return HeldSequence(tokens, held, start, pictures)
 
     def _checked(self, data: Buffer) -> bytes:
         if len(data) < _HEADER.size or bytes(data[:4]) != _MAGIC:
@@ -140,6 +151,10 @@ class StateFormat:
 def _bits(array: Array) -> npt.NDArray[Any]:
     """An array's bits as whole numbers."""
     return np.asarray(mx.contiguous(array).view(_RAW[array.dtype.size]))
+
+
+def _number(name: str) -> int:
+    return int(name.rpartition(".")[2])
 
 
 def _nested(leaves: dict[str, Any], name: str) -> Any:

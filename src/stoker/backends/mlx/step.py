@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from stoker.backends.mlx.caches.kinds import Cache
     from stoker.backends.mlx.network import Network
     from stoker.backends.mlx.sequences import Adapters, MlxSequences
-    from stoker.backends.protocol.backend import Rows
+    from stoker.backends.protocol.backend import Placed, Rows
 
 NUM_CANDIDATES = 64
 """Logits of a row that are found on the device."""
@@ -83,18 +83,54 @@ class Steps:
             return _Computing(sequences, plan, wanted, self._network.n_vocab)
         return computed(wanted, self._network.n_vocab)
 
-    def append(self, caches: list[Cache], tokens: Sequence[int], adapters: Adapters) -> None:
+    def append(
+        self, caches: list[Cache], tokens: Sequence[int], adapters: Adapters, embeddings: Rows | None = None
+    ) -> None:
         """Append tokens to caches that are nobody's row, and compute it to the end."""
-        self.forward(caches, tokens, 0, adapters)
+        self.forward(caches, tokens, 0, adapters, embeddings)
         mx.eval(kinds.arrays(caches))
 
+    def append_all(
+        self,
+        most: int,
+        caches: list[Cache],
+        tokens: Sequence[int],
+        adapters: Adapters,
+        pictures: Sequence[Placed] = (),
+    ) -> None:
+        """The same in passes of at most `most` tokens; pictures' embeddings stand in some of their places."""
+        begin = 0
+        while begin < len(tokens):
+            end = min(begin + most, len(tokens))
+            shown: Rows | None = None
+            for placed in pictures:
+                offset, last = begin - placed.start, placed.start + len(placed.embeddings)
+                if offset < 0:
+                    end = min(end, placed.start)
+                elif begin < last:
+                    end = min(end, last)
+                    shown = placed.embeddings[offset:]
+            self.append(caches, tokens[begin:end], adapters, None if shown is None else shown[: end - begin])
+            begin = end
+
     def forward(
-        self, caches: list[Cache], tokens: Sequence[int], num_logits: int, adapters: Adapters = ()
+        self,
+        caches: list[Cache],
+        tokens: Sequence[int],
+        num_logits: int,
+        adapters: Adapters = (),
+        embeddings: Rows | None = None,
     ) -> Array | None:
-        """The graph of a pass over one sequence: float32 logits of its last tokens; None: none asked."""
+        """The graph of a pass over one sequence: float32 logits of its last tokens; None: none asked.
+
+        `embeddings` stand in the tokens' place, (tokens, width).
+        """
         count = len(tokens)
         rows = list(range(count - num_logits, count))
-        return self._network.forward(mx.array([list(tokens)]), caches, rows, adapters)
+        if embeddings is None:
+            return self._network.forward(mx.array([list(tokens)]), caches, rows, adapters)
+        blank = mx.zeros((1, count), dtype=mx.int32)
+        return self._network.forward(blank, caches, rows, adapters, mx.array(embeddings[None]))
 
     def _passes(self, sequences: MlxSequences, plan: BatchPlan) -> tuple[list[_Pass], list[Array]]:
         passes: list[_Pass] = []
@@ -108,7 +144,8 @@ class Steps:
         for place, item in enumerate(plan.items):
             if place not in in_rows:
                 caches = sequences.own(item.seq)
-                logits = self.forward(caches, item.tokens, item.num_logits, sequences.adapters(item.seq))
+                adapters, shown = sequences.adapters(item.seq), sequences.embeddings(item)
+                logits = self.forward(caches, item.tokens, item.num_logits, adapters, shown)
                 passes.append(_Pass(logits, [(place, item.num_logits)]))
                 held += kinds.arrays(caches)
         return passes, held
@@ -119,7 +156,7 @@ class Steps:
             return {}
         found: dict[Adapters, list[int]] = {}
         for place, item in enumerate(plan.items):
-            if len(item.tokens) <= self._most_tokens and item.start:
+            if len(item.tokens) <= self._most_tokens and item.start and item.tokens[0] >= 0:
                 found.setdefault(sequences.adapters(item.seq), []).append(place)
         for adapters, places in list(found.items()):
             counts = [len(plan.items[place].tokens) for place in places]

@@ -166,8 +166,8 @@ class Capabilities:
     key type or attention. `state_layout` names the tensors of a recurrent model's state with their shapes
     (SPEC K5); it is empty where there is no such state. `decoder_start` is the token that the decoder of an
     encoder-decoder begins with; None: it is none. `adapters` are name and fingerprint of each LoRA adapter.
-    `pairing` says how the model stands with its projector (SPEC V1), `hears_hz` at how many samples a second
-    it takes recordings (SPEC V9), both as in `ModelInfo`.
+    `pairing` and `pairing_reason` say how the model stands with its projector (SPEC V1), `hears_hz` at how
+    many samples a second it takes recordings (SPEC V9), all as in `ModelInfo`.
     `is_async`: `launch` returns while the device still computes. `trial_token_s` is what a token took in a
     trial of where it lies now; 0: that was not measured. `is_repeatable` is as in `ModelInfo`;
     `repeatable_cost` how much longer a step takes for it as a trial has measured it, 0.15 being 15 %, and
@@ -196,6 +196,7 @@ class Capabilities:
     has_vision: bool = False
     hears_hz: int = 0
     pairing: str = ""
+    pairing_reason: str = ""
     computes_on_cpu: bool = False
     is_async: bool = False
     trial_token_s: float = 0.0

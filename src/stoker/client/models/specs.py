@@ -517,6 +517,7 @@ def _info(spec: ModelSpec, found: ModelDescription) -> ModelInfo:
         eos_text=found.eos_text,
         pooling=found.pooling,
         pairing=found.pairing,
+        pairing_reason=found.pairing_reason,
         n_embd=found.n_embd,
         quantisation=found.quantisation,
     )

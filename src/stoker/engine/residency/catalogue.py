@@ -441,6 +441,7 @@ def model_info(runner: ModelRunner) -> ModelInfo:
         hears_hz=limits.hears_hz,
         hearing=spec.projector.hearing if spec.projector else "",
         pairing=limits.pairing,
+        pairing_reason=limits.pairing_reason,
         degraded=list(runner.degraded),
         vocabulary_sample=runner.prep.vocabulary_sample,
         adapters=spec.adapters,

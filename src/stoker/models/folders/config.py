@@ -25,6 +25,18 @@ _MAX_CONTEXT = 2**31 - 1
 _MAX_NAME = 64
 _NESTED = ("text_config", "llm_config", "language_config", "thinker_config")
 _CONTEXT = ("max_position_embeddings", "n_positions", "max_sequence_length", "seq_length", "n_ctx")
+_USUAL = {
+    "llama": {
+        "vocab_size": 32000,
+        "hidden_size": 4096,
+        "intermediate_size": 11008,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "max_position_embeddings": 2048,
+        "rms_norm_eps": 1e-6,
+    }
+}
+"""What transformers leaves out of a nested config, by its model_type."""
 _SCALINGS = ("rope_scaling", "rope_parameters")
 
 
@@ -75,7 +87,8 @@ class FolderConfig:
             part = self.document.get(key)
             if isinstance(part, dict):
                 inner = part.get("text_config")  # thinker_config holds another
-                return {**self.document, **part, **(inner if isinstance(inner, dict) else {})}
+                usual = _USUAL.get(str(part.get("model_type")), {})
+                return {**usual, **self.document, **part, **(inner if isinstance(inner, dict) else {})}
         return self.document
 
     @property

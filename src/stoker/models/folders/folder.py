@@ -13,7 +13,6 @@ from functools import cached_property
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
-from stoker.ipc.model import Pairing
 from stoker.models.fingerprint import fingerprint_of
 from stoker.models.folders.config import FolderConfig
 from stoker.models.folders.json_file import MAX_TOKENIZER_BYTES, broken, read_object, regular_size
@@ -124,11 +123,6 @@ class ModelFolder:
     def eos_tokens(self) -> tuple[int, ...]:
         """Ids that end a text, as generation_config.json and config.json say."""
         return self.texts.eos_tokens
-
-    @property
-    def pairing(self) -> Pairing:
-        """How it stands with images and sound: only text of it is computed."""
-        return Pairing.TEXT_ONLY if self.settings.has_vision else Pairing.NONE
 
     @property
     def chat_template(self) -> str | None:

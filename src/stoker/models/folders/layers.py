@@ -21,7 +21,9 @@ if TYPE_CHECKING:
     from stoker.models.folders.tensors import FolderTensor
 
 _LAYER = re.compile(r"(?:^|\.)(?:layers|h|blocks|block)\.(\d+)\.(.+)")
-_OTHER_MODELS = re.compile(r"(^|\.)(vision|visual|audio|mtp|multi_modal|image_newline|embed_vision)")
+_OTHER_MODELS = re.compile(
+    r"(^|\.)(vision|visual|audio|mtp|multi_modal|connector|image_newline|embed_vision)"
+)
 _EXPERTS = re.compile(r"\.(experts|switch_mlp|switch_glu)\.")
 _FUSED = re.compile(r"(qkv_proj|query_key_value|Wqkv|wqkv|c_attn|qkv|query_key_value_proj)\.weight$")
 _KEYS, _VALUES = re.compile(r"(^|\.)(k_proj|key)\.weight$"), re.compile(r"(^|\.)(v_proj|value)\.weight$")
