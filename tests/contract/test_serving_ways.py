@@ -96,6 +96,22 @@ def test_apple_s_own_processors_prefer_mlx(monkeypatch: pytest.MonkeyPatch, tmp_
         assert ways_of(str(tmp_path))[0].entry.name == first
 
 
+async def test_the_status_names_each_of_the_backends_that_compute(
+    add: Any, folder: Path, tmp_path: Path
+) -> None:
+    """K8: of the models in memory, each once; while none is there, that of the default."""
+    add(entry())
+    models = ("fake:id=a,device=one", "fake:id=b,device=two", str(folder), "fake:id=c,device=one")
+    folders = {"cache_dir": tmp_path / "cache", "run_dir": tmp_path / "run"}
+    async with Runtime(models=models, isolation="thread", device_lease=False, **folders) as runtime:
+        assert (await runtime.status()).label == "fake · one, fake · two, hello · CPU"
+        for model in ("a", "b", "c"):
+            await runtime.unload_model(model)
+        assert (await runtime.status()).label == "hello · CPU"
+        await runtime.unload_model("model")
+        assert (await runtime.status()).label == "fake · one"
+
+
 # ---------------------------------------------------------------- by what the machine has
 
 

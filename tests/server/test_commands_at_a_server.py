@@ -143,12 +143,23 @@ def test_a_named_server_has_to_serve_what_is_asked(server):
 
 
 def test_what_only_a_model_here_can_have_leaves_the_server_aside(server):
-    """T4: threads are of a model that is loaded here; with --url they contradict it."""
-    done = stoker("run", "Hi", "-n", "4", "-m", "fake:", "--threads", "1")
-    assert done.exit_code == 0
-    assert "is left aside: --threads is of a model that is loaded here" in done.stderr
+    """T4: threads and backend are of a model that is loaded here; with --url they contradict it."""
+    for flag, value in (("--threads", "1"), ("--backend", "fake")):
+        done = stoker("run", "Hi", "-n", "4", "-m", "fake:", flag, value)
+        assert done.exit_code == 0
+        assert f"is left aside: {flag} is of a model that is loaded here" in done.stderr
+    other = stoker("run", "Hi", "-m", "fake:", "--backend", "llama")
+    assert (other.exit_code, "llama does not read fake:" in other.stderr) == (2, True)
     both = stoker("run", "Hi", "--threads", "1", "--url", server.url)
     assert (both.exit_code, both.stderr.count("\n")) == (2, 1)
+
+
+def test_a_load_names_what_is_to_compute(server):
+    """K8: the server's rule decides, and says why not."""
+    assert stoker("load", "talker", "--backend", "fake").exit_code == 0
+    other = stoker("load", "talker", "--backend", "llama")
+    assert other.exit_code == 2
+    assert "llama does not read fake:" in other.stderr
 
 
 def test_a_suspended_server_is_not_waited_for(server):

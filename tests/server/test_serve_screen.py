@@ -344,6 +344,17 @@ def test_the_block_says_whether_answers_are_repeatable_and_what_that_takes(is_re
     assert [text for name, text in facts if name == "repeatable"] == shown
 
 
+def test_the_block_names_each_of_the_backends_that_compute():
+    """T12, K8: what computes several models is told once."""
+    first = ModelInfo(
+        id="m", path="m", n_ctx=8, n_batch=8, num_slots=1, num_threads=1, kv_type="f16", label="CPU"
+    )
+    others = [msgspec.structs.replace(first, label=label) for label in ("MLX · CPU", "CPU", "")]
+    facts = engine_facts(EngineSettings(), [first, *others])
+    at = next(number for number, (name, _) in enumerate(facts) if name == "computes on")
+    assert facts[at : at + 2] == [("computes on", "CPU, 1 thread"), ("", "MLX · CPU, 1 thread")]
+
+
 def test_the_line_says_what_is_loaded_and_how_warm_it_is():
     """T12: beside who runs and waits, and where memory stands; nothing of what is as usual."""
     status = RuntimeStatus(

@@ -118,6 +118,7 @@ Model = Annotated[
 ]
 CtxSize = Annotated[int | None, option_of("ctx_size", PANEL)]
 Threads = Annotated[str | None, option_of("threads", PANEL)]
+Backend = Annotated[str | None, option_of("backend", PANEL)]
 LogLevel = Annotated[
     str | None,
     typer.Option(

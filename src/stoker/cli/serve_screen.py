@@ -226,7 +226,9 @@ def engine_facts(engine: EngineSettings, models: Sequence[ModelInfo]) -> list[tu
     """The same of an engine of its own."""
     facts = [("slots", f"{engine.slots}, {_context(engine, models)}"), ("cache", _cache_text(engine))]
     if models:
-        facts.append(("computes on", f"{models[0].label}, {count_text(models[0].num_threads, 'thread')}"))
+        computing = [info for info in models if info.label] or models[:1]
+        places = [f"{info.label}, {count_text(info.num_threads, 'thread')}" for info in computing]
+        facts += [("" if at else "computes on", text) for at, text in enumerate(dict.fromkeys(places))]
         facts += [("repeatable", text) for text in _repeatable_text(models[0])]
     return facts
 

@@ -21,6 +21,7 @@ from stoker.cli.download import here_or_offered
 from stoker.cli.fitting_model import of_served_models, with_fitting_model
 from stoker.cli.options import (
     PANEL,
+    Backend,
     Config,
     CtxSize,
     LogFile,
@@ -100,6 +101,7 @@ class Target:
         api_key: for the server.
         ctx_size: of a model that is loaded here.
         threads: of a model that is loaded here.
+        backend: of a model that is loaded here.
         config: settings file.
         factory: what makes the runtime; None: the usual one. For tests.
     """
@@ -110,6 +112,7 @@ class Target:
     api_key: str | None = None
     ctx_size: int | None = None
     threads: str | None = None
+    backend: str | None = None
     config: Path | None = None
     factory: RuntimeFactory | None = None
 
@@ -125,7 +128,7 @@ class Target:
             InvalidRequestError, MachineSetupError: a setting is wrong.
             StokerError: no model can be served, or the server does not answer.
         """
-        own = {"ctx_size": self.ctx_size, "threads": self.threads}
+        own = {"ctx_size": self.ctx_size, "threads": self.threads, "backend": self.backend}
         settings = engine_settings(self.config, model=self.model, **own, **flags)
         url = self._server(settings.run_dir)
         if url is not None:
@@ -161,7 +164,7 @@ class Target:
         """The server to ask. Raises InvalidRequestError where options exclude one that was named."""
         if self.no_server or self.factory is not None:
             return None
-        only_here = {"--ctx-size": self.ctx_size, "--threads": self.threads}
+        only_here = {"--ctx-size": self.ctx_size, "--threads": self.threads, "--backend": self.backend}
         given = [flag for flag, value in only_here.items() if value is not None]
         if self.url is not None:
             if given:
@@ -183,6 +186,7 @@ OPTIONS: dict[str, tuple[Any, Any]] = {
     "api_key": (ApiKey, None),
     "ctx_size": (CtxSize, None),
     "threads": (Threads, None),
+    "backend": (Backend, None),
     "config": (Config, None),
     "log_level": (LogLevel, None),
     "log_file": (LogFile, None),

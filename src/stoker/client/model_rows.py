@@ -10,7 +10,7 @@ import math
 import time
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from stoker.ipc.model import ModelClass
+from stoker.ipc.model import ModelClass, ModelLife
 
 if TYPE_CHECKING:
     from stoker.client.event_bus import EventBus
@@ -93,6 +93,13 @@ class ModelRows:
             if told is None or not told.is_still(now):
                 self._told[model] = now
                 self._bus.publish("model", {"what": "changed", **row.fields}, owners=row.owners)
+
+    @property
+    def label(self) -> str:
+        """What computes the models that are in memory, each backend and device once; else the default."""
+        infos = self._registry.infos()
+        ready = [info for info in infos if self._registry.state(info.id) is ModelLife.READY]
+        return ", ".join(dict.fromkeys(info.label for info in ready or infos[:1] if info.label))
 
     def _row_to_tell(self, model: str) -> ModelRow:
         """The row of one model, which subscribers are told now; empty: it is none any more."""

@@ -177,7 +177,7 @@ class EngineSupervisor:
             pid=self.pid,
             state=self.state.value,
             restarts=self.num_restarts,
-            label=default.label if default else "",
+            label=self._models.label,
             threads=engine.num_threads or (default.num_threads if default else 0),
             engine=engine,
             health=self.health(),
@@ -202,7 +202,7 @@ class EngineSupervisor:
             "reason": health.reason,
             "pid": self.pid,
             "restarts": self.num_restarts,
-            "label": default.label if default else "",
+            "label": self._models.label,
             "threads": last.num_threads or (default.num_threads if default else 0),
             "threads_reason": last.threads_reason,
         }

@@ -506,7 +506,7 @@ class RuntimeStatus(msgspec.Struct, frozen=True, kw_only=True):
         pid: the engine's process.
         state: starting, serving, restarting, suspended or closed.
         restarts: exits of the engine that were not asked for.
-        label: backend and device of the default model.
+        label: backend and device of each model in memory, equal ones once; else of the default model.
         threads: CPU threads its steps use now; `engine.threads_reason` says why not as many as set.
         health: why it does not serve, and when the next start is.
         groups: calls that are several requests, the oldest first.

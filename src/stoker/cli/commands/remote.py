@@ -14,6 +14,7 @@ import typer
 from stoker.cli.options import AsJson
 from stoker.cli.target import ApiKey, Url, ask_server, reading_answer
 from stoker.errors import InvalidRequestError
+from stoker.settings import flag_of
 from stoker.wording import size_text
 
 _MODELS = "/v1/runtime/models"
@@ -44,12 +45,24 @@ def load(
     slots: Annotated[
         int | None, typer.Option("--slots", help="Requests that run on it at once.", metavar="N")
     ] = None,
+    backend: Annotated[
+        str | None,
+        typer.Option(
+            "--backend", help="What computes it from now on. [as it is]", metavar=flag_of("backend").metavar
+        ),
+    ] = None,
     as_json: AsJson = False,
     url: Url = None,
     api_key: ApiKey = None,
 ) -> None:
     """Load a model into the running server; Ctrl-C gives it up."""
-    asked = {"model": model, "keep_alive": keep_alive, "ctx_size": ctx_size, "slots": slots}
+    asked = {
+        "model": model,
+        "keep_alive": keep_alive,
+        "ctx_size": ctx_size,
+        "slots": slots,
+        "backend": backend,
+    }
     body = {name: value for name, value in asked.items() if value is not None}
     loaded = _post(url, api_key, f"{_MODELS}/load", body, f"loading {model}")
     size = size_text(sum(loaded["bytes"].values()))
