@@ -14,7 +14,7 @@ import numpy as np
 
 from stoker.backends import registry
 from stoker.backends.device import Device, DeviceMemory
-from stoker.backends.fake.vocabulary import FakeVocabulary
+from stoker.backends.fake.vocabulary import N_VOCAB, FakeVocabulary
 from stoker.backends.llama.batch import NONE, TokenBatch, passes
 from stoker.backends.protocol.backend import Candidates, Capabilities, Lengths
 from stoker.backends.protocol.extensions import Extensions
@@ -70,6 +70,14 @@ class _InFlight:
         return self.device.best[: self.lap.num_candidates]
 
 
+class _Letters(FakeVocabulary):
+    """The fake's tokens; there are more rows of logits than those."""
+
+    def special_piece(self, token: int) -> bytes:
+        """Empty for a row that no token has."""
+        return super().special_piece(token) if token < N_VOCAB else b""
+
+
 class SteadyDevice:
     """See the module.
 
@@ -90,7 +98,7 @@ class SteadyDevice:
         self.logits[range(num_sequences), [ord("a") + at % 26 for at in range(num_sequences)]] = 9.0
         ids = np.tile(np.arange(NUM_CANDIDATES, dtype=np.int32) + ord("a"), (num_sequences, 1))
         self.best = Candidates(ids, np.sort(np.random.default_rng(1).random(ids.shape, np.float32))[:, ::-1])
-        self.vocabulary = FakeVocabulary()
+        self.vocabulary = _Letters()
         self.capabilities = Capabilities(
             model_class=ModelClass.DECODER,
             architecture="steady",

@@ -10,6 +10,7 @@ import pytest
 from stoker.backends.fake.backend import FakeBackend
 from stoker.backends.llama.backend import LlamaBackend
 from stoker.backends.protocol.backend import Backend, BatchPlan, PlanItem, Rows
+from stoker.engine.jobs.vocabulary import digests_of
 from stoker.errors import InvalidRequestError, PoolFullError, StepFailedError
 from stoker.ipc.model import KVLayout
 
@@ -360,6 +361,15 @@ def test_what_is_no_text_or_token_is_refused(any_generating: Backend) -> None:
             any_generating.vocabulary.piece(token)
         with pytest.raises(InvalidRequestError):
             any_generating.vocabulary.special_piece(token)
+
+
+def test_every_row_of_logits_has_a_spelling(any_generating: Backend) -> None:
+    """S3: one that no token has an empty one; vocabularies are told apart by all of them."""
+    vocabulary, n_vocab = any_generating.vocabulary, any_generating.capabilities.n_vocab
+    digests = digests_of(vocabulary, n_vocab, has_ways=True)
+    assert (len(digests.sample), len(digests.whole)) == (16, 32)
+    assert digests == digests_of(vocabulary, n_vocab, has_ways=True)
+    assert not digests_of(vocabulary, n_vocab).whole
 
 
 def test_tokens_that_end_a_generation_add_no_text(any_generating: Backend) -> None:

@@ -17,6 +17,7 @@ from stoker.backends.protocol.encoding import Encoder
 from stoker.cache.disk.tier import DiskOutcome
 from stoker.engine.jobs.job import Job
 from stoker.engine.jobs.prepare import PrepContext
+from stoker.engine.jobs.vocabulary import VocabularyDigests
 from stoker.engine.threads.interrupt import Interrupt
 from stoker.errors import StokerError
 from stoker.ipc.commands import Command
@@ -91,13 +92,13 @@ class Loaded:
     """Worker's post: the model at `path` is in memory.
 
     Attributes:
-        vocabulary: digest of its tokens; empty: it is served in one way only.
+        vocabulary: what tells its tokens from those of others.
     """
 
     load: LoadStop
     path: str
     backend: Backend | Encoder
-    vocabulary: str = ""
+    vocabulary: VocabularyDigests
 
 
 @dataclass(frozen=True, slots=True)

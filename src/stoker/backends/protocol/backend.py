@@ -235,7 +235,7 @@ class Vocabulary(Protocol):
         ...
 
     def special_piece(self, token: int) -> bytes:
-        """Like `piece`, with control tokens spelled out."""
+        """Like `piece`, with control tokens spelled out; empty for a row of logits that no token has."""
         ...
 
     def is_eog(self, token: int) -> bool:

@@ -412,7 +412,7 @@ def model_info(runner: ModelRunner) -> ModelInfo:
         label=limits.label,
         backend=spec.backend,
         backend_reason=runner.load.passed_over_text if runner.load else "",
-        vocabulary=runner.load.vocabulary if runner.load else "",
+        vocabulary=runner.load.vocabulary.whole if runner.load else "",
         model_class=limits.model_class,
         architecture=limits.architecture,
         description=limits.description,

@@ -10,7 +10,6 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from hashlib import blake2b
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -28,6 +27,7 @@ from stoker.engine.inbox import (
     Posted,
     Sized,
 )
+from stoker.engine.jobs.vocabulary import VocabularyDigests, digests_of
 from stoker.errors import (
     BackendUnavailableError,
     EngineError,
@@ -48,7 +48,6 @@ from stoker.models.reader import LoadContext
 from stoker.wording import count_text
 
 if TYPE_CHECKING:
-    from stoker.backends.protocol.backend import Vocabulary
     from stoker.backends.registry import BackendEntry
     from stoker.engine.residency.catalogue import ServedModel
     from stoker.engine.runners.runner import ModelRunner
@@ -79,7 +78,7 @@ class Load:
         look_s: when to look for room again.
         least_n_ctx: tokens of context that requests need which have begun on the model.
         stage: what it is at: header, waiting (for room) or weights.
-        vocabulary: digest of its tokens, where it has several ways.
+        vocabulary: what tells its tokens from those of others, once it is loaded.
         most_bytes: what it may take of devices at most, by their ids, where it has failed to take more.
     """
 
@@ -101,7 +100,7 @@ class Load:
     looked_at: ModelSpec | None = None
     missing: tuple[str, ...] = ()
     most_bytes: dict[str, int] = field(default_factory=dict)
-    vocabulary: str = ""
+    vocabulary: VocabularyDigests = field(default_factory=VocabularyDigests)
 
     def __post_init__(self) -> None:
         self.way, *rest = self.spec.ways
@@ -298,8 +297,10 @@ class LoadThreads:
                 model.try_out(spec, context)
             prove(_entry(spec), spec, model.describe(), context, is_suspect=is_suspect)
             backend = model.load(spec, context)
-            digest = vocabulary_digest(backend.vocabulary, backend.capabilities.n_vocab) if has_ways else ""
-            return Loaded(load, spec.path, backend, digest)
+            n_vocab = backend.capabilities.n_vocab
+            return Loaded(
+                load, spec.path, backend, digests_of(backend.vocabulary, n_vocab, has_ways=has_ways)
+            )
 
         self._post(self._loader, answer, lambda error: LoadFailed(load, error))
 
@@ -333,12 +334,3 @@ class LoadThreads:
 def _entry(spec: ModelSpec) -> BackendEntry:
     """The backend that a spec names, or the first that reads it."""
     return entry_of(spec.backend) if spec.backend else readers_of(spec.path)[0]
-
-
-def vocabulary_digest(vocabulary: Vocabulary, n_vocab: int) -> str:
-    """Of all tokens by their ids: where it is the same, ids mean the same."""
-    digest = blake2b(repr((n_vocab, vocabulary.eog_tokens, vocabulary.added_bos)).encode(), digest_size=16)
-    for token in range(n_vocab):
-        piece = vocabulary.special_piece(token)
-        digest.update(len(piece).to_bytes(4, "little") + piece)
-    return digest.hexdigest()

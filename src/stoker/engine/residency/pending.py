@@ -122,7 +122,7 @@ class PendingRequests:
             self._jobs.fail(job, error, time.monotonic())
             return
         if job.submit.made_for and load is not None:  # from here on its tokens are this way's
-            job.submit = replace(job.submit, made_for=load.way.served_by, vocabulary=load.vocabulary)
+            job.submit = replace(job.submit, made_for=load.way.served_by, vocabulary=load.vocabulary.whole)
         job.preparation = self._preparations.prepare(job.submit, runner.prep, job.arrival_s)
 
     def prepared_in_vain(self, job: Job, runner: ModelRunner | None) -> None:
@@ -169,7 +169,7 @@ def cannot_go_on(submit: Submit, load: Load | None) -> StokerError | None:
     """
     if load is None or submit.made_for in {"", load.way.served_by}:
         return None
-    if submit.vocabulary and submit.vocabulary == load.vocabulary:
+    if submit.vocabulary and submit.vocabulary == load.vocabulary.whole:
         return None
     num_tokens = sum(map(len, submit.generated))
     if num_tokens:

@@ -7,6 +7,7 @@ model is its runner's.
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 from typing import TYPE_CHECKING
 
@@ -456,6 +457,7 @@ class Residency:
         else:
             runner = SlotRunner(spec, backend, timer, cache, self._jobs)
         runner.load = load
+        runner.prep = dataclasses.replace(runner.prep, vocabulary_sample=load.vocabulary.sample)
         runner.degraded = load.less(backend.capabilities.trial_token_s)
         return runner
 

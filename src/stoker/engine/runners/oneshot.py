@@ -16,7 +16,6 @@ import numpy as np
 from stoker.backends.protocol.scoring import LEAST_SLICE, ScoringLane
 from stoker.engine.jobs.candidates import ScoringPass
 from stoker.engine.jobs.prepare import PrepContext
-from stoker.engine.jobs.vocabulary import vocabulary_sample
 from stoker.engine.runners.queue import OneShotQueue, shared_text
 from stoker.engine.runners.runner import Contender
 from stoker.errors import (
@@ -105,7 +104,6 @@ class OneShotRunner:
             _NO_BOUND,
             Workspace(limits.n_vocab),
             model=spec.id,
-            vocabulary_sample=vocabulary_sample(encoder.vocabulary, limits.n_vocab),
             fingerprint=limits.fingerprint,
             scores_pairs=self._is_reranker,
             max_text_tokens=limits.n_ctx,

@@ -10,7 +10,6 @@ import logging
 from typing import TYPE_CHECKING
 
 from stoker.engine.jobs.prepare import PrepContext
-from stoker.engine.jobs.vocabulary import vocabulary_sample
 from stoker.engine.runners.image_encoder import ImageEncoder
 from stoker.engine.runners.oneshot import ChoiceSteps
 from stoker.engine.runners.runner import Contender
@@ -94,7 +93,6 @@ class SlotRunner:
             limits.n_ctx,
             Workspace(limits.n_vocab),
             model=spec.id,
-            vocabulary_sample=vocabulary_sample(backend.vocabulary, limits.n_vocab),
             fingerprint=limits.fingerprint,
             state_layout=limits.state_layout,
             cache_mode=spec.cache_mode,
