@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator
 from functools import partial
 from pathlib import Path
 
+import PIL.Image
 import pytest
 
 from mnn_folders import ATTENTION_MAIN, tiny_mnn_folder
@@ -82,6 +83,10 @@ def test_its_one_slot_and_its_missing_parts_are_told(runtime: Runtime) -> None:
     assert said(runtime.generate("Say", regex="ab[0-9]{3}", temperature=0.0)).startswith("ab")
     with pytest.raises(UnsupportedError, match="scores no texts"):
         runtime.choose("Which?", ["one", "two"])
+    with pytest.raises(UnsupportedError, match=r"does not support embeddings$"):  # no state is advised either
+        runtime.embed("Which?")
+    with pytest.raises(UnsupportedError, match=r"it has no vision \(\w+\)$"):  # nor a projector
+        said(runtime.chat([{"role": "user", "content": "What?"}], images=[PIL.Image.new("RGB", (8, 8))]))
 
 
 @pytest.mark.parametrize("damage", ["lacks a file", "ends its process"])

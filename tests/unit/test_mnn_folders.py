@@ -9,7 +9,9 @@ import struct
 from collections.abc import Callable
 from pathlib import Path
 
+import msgspec
 import pytest
+from scripted_engine import model_info
 
 from mnn_folders import FILES, IM_END, LAYERS, N_VOCAB, WIDTH, tiny_mnn_folder
 from stoker.backends.mnn.binding import instructions
@@ -18,6 +20,7 @@ from stoker.backends.mnn.graph import read_graph
 from stoker.backends.mnn.reader import open_model
 from stoker.backends.mnn.tokenizer_file import TokenizerForm, read_head
 from stoker.errors import ModelFileError, UnsupportedError
+from stoker.images.turns import require_vision
 from stoker.ipc.model import ModelClass, ModelSpec
 
 NUM_MUTATIONS = 200
@@ -144,6 +147,12 @@ def test_a_model_that_sees_is_served_as_one_that_reads(folder: Path) -> None:
     found = MnnFolder.open(folder)
     assert found.has_vision
     assert found.native_settings()["is_visual"] is False
+    described = open_model(str(folder)).describe()
+    info = msgspec.structs.replace(
+        model_info("m", str(folder)), pairing=described.pairing, pairing_reason=described.pairing_reason
+    )
+    with pytest.raises(UnsupportedError, match="takes text, no pictures: MNN's binding gives no way"):
+        require_vision(info, "messages.0")
 
 
 def test_mnn_is_told_nothing_that_opens_other_files(folder: Path) -> None:

@@ -67,7 +67,7 @@ def require_vision(info: ModelInfo, param: str) -> None:
         Pairing.BROKEN: "its projector does not fit it",
         Pairing.READY: "its projector hears and sees nothing",
         Pairing.TEXT_ONLY: _TEXT_ONLY,
-    }.get(Pairing(info.pairing), f"it has no vision ({info.architecture}, and no projector is given)")
+    }.get(Pairing(info.pairing), f"it has no vision ({_without(info)})")
     why = info.pairing_reason or why
     raise UnsupportedError(f"{param}: the model {info.id} takes text, no pictures: {why}", param=param)
 
@@ -81,9 +81,15 @@ def require_hearing(info: ModelInfo, param: str) -> None:
         Pairing.BROKEN: "its projector does not fit it",
         Pairing.READY: "its projector sees and hears nothing",
         Pairing.TEXT_ONLY: _TEXT_ONLY,
-    }.get(Pairing(info.pairing), f"it has no hearing ({info.architecture}, and no projector is given)")
+    }.get(Pairing(info.pairing), f"it has no hearing ({_without(info)})")
     why = info.pairing_reason or why
     raise UnsupportedError(f"{param}: the model {info.id} takes no recordings: {why}", param=param)
+
+
+def _without(info: ModelInfo) -> str:
+    """What a model without a projector is; of a GGUF file, which may be given one, that it has none."""
+    given = ", and no projector is given" if info.path.lower().endswith(".gguf") else ""
+    return f"{info.architecture}{given}"
 
 
 def with_images(

@@ -435,6 +435,7 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
         pairing_reason: why it sees and hears nothing, where its backend says more than `pairing` does.
         hears_hz: samples a second of the recordings that it takes (SPEC V9); 0: it takes none.
         hearing: kind of the projector's part that listens; empty: there is none.
+        gives_states: whether the state that a prompt leaves can be asked for (SPEC D8).
         pooling: how an encoder makes one vector of a text's tokens; empty: it is no encoder.
         n_embd: width of its vectors.
         score_output: as in `ModelSpec`.
@@ -479,6 +480,7 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
     hearing: str = ""
     pairing: str = ""
     pairing_reason: str = ""
+    gives_states: bool = True
     degraded: list[str] = []
     pooling: str = ""
     n_embd: int = 0

@@ -31,6 +31,7 @@ class ModelDescription:
         outputs: labels of a reranker's classifier in their order, empty where unnamed.
         max_slots: sequences that its backend computes side by side at the most; 0: as many as are asked for.
         pairing, pairing_reason: how it stands with a projector (SPEC V1), as in `ModelInfo`.
+        gives_states: as in `ModelInfo`.
         header: the header of a GGUF file, which adapters and projectors are matched with.
     """
 
@@ -53,6 +54,7 @@ class ModelDescription:
     max_slots: int = 0
     pairing: str = ""
     pairing_reason: str = ""
+    gives_states: bool = True
     header: GgufHeader | None = field(default=None, repr=False)
 
 

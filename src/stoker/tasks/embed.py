@@ -98,7 +98,7 @@ def require_embedding(info: ModelInfo, hint: str = ASK_STATE) -> None:
 
     Args:
         info: of the model.
-        hint: what the caller may ask a decoder for in place of them.
+        hint: what the caller may ask a decoder for in place of them, if it gives that.
     """
     what = f"{info.id} is {info.class_text}"
     if info.model_class == ModelClass.ENCODER_DECODER:
@@ -107,7 +107,7 @@ def require_embedding(info: ModelInfo, hint: str = ASK_STATE) -> None:
             param="model",
         )
     if info.model_class not in {ModelClass.ENCODER, ""}:
-        raise UnsupportedError(f"{what}, {_NO_VECTORS}{hint}", param="model")
+        raise UnsupportedError(f"{what}, {_NO_VECTORS}{hint if info.gives_states else ''}", param="model")
     if info.pooling == Pooling.RANK:
         raise UnsupportedError(f"{info.id} is a reranker: it scores, it gives no vectors", param="model")
 
@@ -136,7 +136,8 @@ def _request(text: Prompt, fields: Mapping[str, Any]) -> GenerateRequest:
 
 def _vector_of(tensor: Tensor, info: ModelInfo) -> bytes:
     if tensor.name != _VECTOR:  # a model whose class was not known before it was loaded
-        raise UnsupportedError(f"{info.id} is {_NO_VECTORS}{ASK_STATE}", param="model")
+        hint = ASK_STATE if info.gives_states else ""
+        raise UnsupportedError(f"{info.id} is {_NO_VECTORS}{hint}", param="model")
     return tensor.data
 
 

@@ -63,6 +63,8 @@ class MnnBackend:
             can_fork=False,
             computes_on_cpu=True,
             fingerprint=folder.fingerprint,
+            pairing=str(folder.pairing),
+            pairing_reason=folder.pairing_reason,
         )
         self._lengths = Lengths(1, n_vocab, spec.call_tokens)
 

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from stoker.backends.mnn.graph import Graph, read_graph
 from stoker.backends.mnn.tokenizer_file import TokenizerHead, read_head
 from stoker.errors import ModelFileError, UnsupportedError
+from stoker.ipc.model import Pairing
 from stoker.models.fingerprint import fingerprint_of
 from stoker.models.folders.json_file import broken, read_object, regular_size
 from stoker.models.folders.weights import refuse_unfinished
@@ -47,6 +48,8 @@ _REFUSED = {
     "has_deepstack": "its layers need what its image part computes",
     "is_audio": "it listens, and MNN's binding gives no way to hand it what it heard",
 }
+
+_NO_IMAGES = "MNN's binding gives no way to hand it images: serve its GGUF file with --mmproj FILE"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -155,6 +158,16 @@ class MnnFolder:
     def has_vision(self) -> bool:
         """Whether there is a part of it that looks at images."""
         return self.settings.get("is_visual") is True
+
+    @property
+    def pairing(self) -> Pairing:
+        """How it stands with images: only text of it is computed."""
+        return Pairing.TEXT_ONLY if self.has_vision else Pairing.NONE
+
+    @property
+    def pairing_reason(self) -> str:
+        """Why it sees nothing; empty: it was not made to see."""
+        return _NO_IMAGES if self.has_vision else ""
 
     @property
     def chat_template(self) -> str | None:

@@ -63,6 +63,9 @@ class MnnReader:
             chat_template=folder.chat_template or family_template(folder.architecture, folder.eos_text),
             bos_text=folder.bos_text,
             eos_text=folder.eos_text,
+            pairing=str(folder.pairing),
+            pairing_reason=folder.pairing_reason,
+            gives_states=False,
         )
 
     def estimator(self) -> Estimator:

@@ -518,6 +518,7 @@ def _info(spec: ModelSpec, found: ModelDescription) -> ModelInfo:
         pooling=found.pooling,
         pairing=found.pairing,
         pairing_reason=found.pairing_reason,
+        gives_states=found.gives_states,
         n_embd=found.n_embd,
         quantisation=found.quantisation,
     )

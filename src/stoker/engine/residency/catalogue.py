@@ -442,6 +442,7 @@ def model_info(runner: ModelRunner) -> ModelInfo:
         hearing=spec.projector.hearing if spec.projector else "",
         pairing=limits.pairing,
         pairing_reason=limits.pairing_reason,
+        gives_states=bool(backend.extensions.hidden or backend.extensions.recurrent),
         degraded=list(runner.degraded),
         vocabulary_sample=runner.prep.vocabulary_sample,
         adapters=spec.adapters,
