@@ -124,6 +124,17 @@ ALLOWED = {
     },  # other machines in the place of an engine
     "ray.site": {"errors", "settings", "setting_fields", "site_settings"},  # read where Ray is not
     "ray.autoscaling": {"ipc"},
+    "ray": {
+        "errors",
+        "gate",
+        "ipc",
+        "ray.autoscaling",
+        "ray.site",
+        "remote",
+        "runtime",
+        "server",
+        "settings",
+    },
     "sync": {"errors", "images", "ipc", "settings", "client", "runtime", "tasks"},
     "llm_plugin": {"errors", "ipc", "settings", "models.store", "sync"},
     "server": BASE

@@ -107,14 +107,15 @@ class GateRuntime(Runtime):
 
     Args:
         settings: `peers` and what else is named so; what is of an engine of one's own changes nothing.
+        links: to the machines, where they are not those of the settings.
 
     Raises:
         InvalidRequestError, MachineSetupError: as `links_of`.
     """
 
-    def __init__(self, settings: EngineSettings) -> None:
+    def __init__(self, settings: EngineSettings, links: Sequence[PeerLink] | None = None) -> None:
         super().__init__(settings=settings)
-        self._site = Site(links_of(settings))
+        self._site = Site(links_of(settings) if links is None else links)
         self._client.new_transport = lambda settings: PeersEngine(self._site, settings)
         self._client.read_source = self._read_source
         self._client.waits_for = self._site.why_down
@@ -128,6 +129,10 @@ class GateRuntime(Runtime):
         """As `Runtime.close`; machines go on with what is not of this gate."""
         await super().close()
         await self._site.close()
+
+    def replace_machines(self, links: Sequence[PeerLink]) -> None:
+        """Have these machines from now on; one that is left out ends what it has, and its link is closed."""
+        self._site.replace(links)
 
     async def _read_source(self, settings: EngineSettings) -> ModelSource:
         self._site.start()

@@ -184,7 +184,7 @@ class Site:
                 told = why
                 log.warning("%s; waiting until one does", why)
             refusals = [one.breaker.reason for one in self if one.breaker.is_refused]
-            if len(refusals) == len(self._machines):
+            if refusals and len(refusals) == len(self._machines):
                 raise MachineSetupError(f"no machine lets this gate in: {'; '.join(refusals)}", param="peers")
 
     def why_down(self) -> str:
@@ -216,7 +216,8 @@ class Site:
                 self._machines[name] = Machine(link)
             else:
                 known.is_wanted = True
-                self._later(link.close())
+                if link is not known.link:
+                    self._later(link.close())
         self.start()
         for machine in self:
             self._tell(machine)
