@@ -32,14 +32,13 @@ def command(*arguments: str) -> Iterator[str]:
     line = [sys.executable, "-m", "stoker.cli", *arguments, "--port", "0", "--quiet"]
     with tempfile.TemporaryDirectory() as folder:
         run = ["--run-dir", folder]
-        process = subprocess.Popen([*line, *run], stdout=subprocess.PIPE, text=True)
-        try:
-            assert process.stdout is not None, "it was asked for"
-            ready = json.loads(process.stdout.readline())
-            yield f"http://{ready['host']}:{ready['port']}"
-        finally:
-            process.terminate()
-            process.wait()
+        with subprocess.Popen([*line, *run], stdout=subprocess.PIPE, text=True) as process:
+            try:
+                assert process.stdout is not None, "it was asked for"
+                ready = json.loads(process.stdout.readline())
+                yield f"http://{ready['host']}:{ready['port']}"
+            finally:
+                process.terminate()
 
 
 def body_of(number: int, num_tokens: int) -> dict[str, Any]:

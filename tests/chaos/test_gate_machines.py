@@ -1,4 +1,4 @@
-"""Three servers behind a gate, all processes of their own: one is killed under 50 mixed streams."""
+"""Three servers behind a gate, all processes of their own: one is killed under mixed streams."""
 
 from __future__ import annotations
 
@@ -18,10 +18,7 @@ import httpx
 import psutil
 import pytest
 
-MODEL = "fake:eog_period=0,step_delay_s=0.01"
-NUM_STREAMS = 50
-TROUBLE_AT = 400
-"""Chunks of all streams together, when most of them have begun."""
+FAKE = "fake:eog_period=0,step_delay_s=0.01"
 SCHEMA = {"type": "object", "properties": {"a": {"type": "string", "minLength": 30}}, "required": ["a"]}
 
 
@@ -68,10 +65,17 @@ def body_of(number: int) -> tuple[str, dict[str, Any]]:
 
 
 class Crowd:
-    """Clients of one gate."""
+    """Clients of one gate.
 
-    def __init__(self, url: str) -> None:
+    Args:
+        url: of the gate.
+        num_streams: clients there are.
+        trouble_at: chunks of all of them together, when most have begun.
+    """
+
+    def __init__(self, url: str, num_streams: int, trouble_at: int) -> None:
         self._url = url
+        self._num_streams, self._trouble_at = num_streams, trouble_at
         self._num_chunks = 0
         self._news = asyncio.Condition()
 
@@ -79,10 +83,10 @@ class Crowd:
         """All of them at once; `trouble` is made when most have begun."""
         limits = httpx.Limits(max_connections=None)
         async with httpx.AsyncClient(base_url=self._url, timeout=120, limits=limits) as http:
-            asking = [asyncio.ensure_future(self._one(http, number)) for number in range(NUM_STREAMS)]
+            asking = [asyncio.ensure_future(self._one(http, number)) for number in range(self._num_streams)]
             if trouble is not None:
                 async with self._news:
-                    await self._news.wait_for(lambda: self._num_chunks >= TROUBLE_AT)
+                    await self._news.wait_for(lambda: self._num_chunks >= self._trouble_at)
                 trouble()
             return await asyncio.gather(*asking)
 
@@ -124,23 +128,47 @@ def kill_engine(process: subprocess.Popen[str]) -> None:
             os.kill(child.pid, signal.SIGKILL)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("kill", [kill_machine, kill_engine])
-async def test_fifty_streams_outlive_a_machine(tmp_path: Path, kill: Any) -> None:
-    """P7: all end once, with the text and the number of tokens of an undisturbed run."""
+async def moved_away(gate: str, machine: str) -> int:
+    """Requests that a gate took away from a machine."""
+    async with httpx.AsyncClient(timeout=60) as http:
+        status = (await http.get(f"{gate}/v1/runtime")).raise_for_status().json()
+    return sum(one["num_moved"] for one in status["machines"] if one["url"] == machine)
+
+
+async def assert_outlived(
+    folder: Path, settings: list[str], kill: Any, *, num_streams: int, trouble_at: int
+) -> None:
+    """A crowd that has one of three machines killed is told what an undisturbed one is."""
     with contextlib.ExitStack() as stack:
         machines = [
             stack.enter_context(
-                program(tmp_path / name, "serve", "-m", MODEL, "--cache-dir", str(tmp_path / name))
+                program(folder / name, "serve", *settings, "--cache-dir", str(folder / name / "cache"))
             )
             for name in "abc"
         ]
         peers = [part for url, _ in machines for part in ("--peer", url)]
-        gate, _ = stack.enter_context(program(tmp_path / "gate", "gate", *peers))
-        calm = await Crowd(gate).run()
-        told = await Crowd(gate).run(lambda: kill(machines[1][1]))
+        gate, _ = stack.enter_context(program(folder / "gate", "gate", *peers))
+        calm = await Crowd(gate, num_streams, trouble_at).run()
+        told = await Crowd(gate, num_streams, trouble_at).run(lambda: kill(machines[1][1]))
+        num_moved = await moved_away(gate, machines[1][0])
+    assert num_moved > 0 or kill is kill_engine
     for before, after in zip(calm, told, strict=True):
         assert after.texts == before.texts
         assert sorted(after.ends) == sorted(before.ends)
         assert after.num_tokens == before.num_tokens
         assert after.num_done == 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kill", [kill_machine, kill_engine])
+async def test_fifty_streams_outlive_a_machine(tmp_path: Path, kill: Any) -> None:
+    """P7: all end once, with the text and the number of tokens of an undisturbed run."""
+    await assert_outlived(tmp_path, ["--model", FAKE], kill, num_streams=50, trouble_at=400)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kill", [kill_machine, kill_engine])
+async def test_streams_of_a_real_model_outlive_a_machine(tmp_path: Path, kill: Any) -> None:
+    """P7: where answers are repeatable, the text that goes on elsewhere is the same to the letter."""
+    settings = ["--repeatable", "on", "--threads", "1", "--slots", "4"]
+    await assert_outlived(tmp_path, settings, kill, num_streams=12, trouble_at=200)

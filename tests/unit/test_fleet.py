@@ -10,6 +10,8 @@ from bench.fleet_costs import PRESETS, Costs, read
 from bench.fleet_machine import JOBS, PEOPLE, Job, Machine, Pace, PrefixCache
 from bench.fleet_play import Fleet, Plan, played
 from bench.fleet_policies import POLICIES, Routed
+from bench.fleet_real import arrivals, measured_figures
+from bench.fleet_site import Answered, Frame
 from bench.fleet_trace import PEOPLE as SHAPE
 from bench.fleet_trace import Conversation, Next, Trace, Turn
 
@@ -246,6 +248,46 @@ def test_arrivals_lengths_and_turns_are_those_of_the_shape():
         jobs += talk.priority is Priority.BACKGROUND
     assert turns / now == pytest.approx(10.0, rel=0.1)
     assert jobs / turns == pytest.approx(SHAPE.job_share, rel=0.1)
+
+
+def answered(talk, turn, first_s, **fields):
+    """A request of a person, with a prompt of 100 tokens, as a client saw it."""
+    asked = {"talk": talk, "turn": turn, "answer_id": f"{talk}.{turn}", "first_s": first_s}
+    return Answered(**asked, **{"is_persons": True, "num_prompt": 100, "num_cached": 0, **fields})
+
+
+def test_figures_of_servers_are_those_of_the_simulator():
+    """Hits by tokens, first tokens of people alone, turns of one conversation that another machine had."""
+    answers = [
+        answered(1, 1, 0.5, num_cached=60),
+        answered(2, 0, 9.0, is_persons=False),
+        answered(1, 0, 2.0),
+        answered(1, 2, 0.7, num_cached=80),
+    ]
+    found = measured_figures(answers, {"1.0": "a", "1.1": "a", "1.2": "b", "2.0": "a"})
+    assert found["hit_rate"] == pytest.approx(140 / 400)
+    assert (found["first_token_p50_s"], found["first_token_p95_s"]) == (0.7, 2.0)
+    assert found["job_first_token_p95_s"] == 9.0
+    assert found["turns_moved"] == 1 / 2
+    assert found["served_most_over_mean"] == 3 * 3 / 4
+
+
+def test_a_trace_for_servers_has_whole_conversations_and_the_tokens_of_their_template():
+    """The same each time, whoever plays it."""
+    shape = replace(SHAPE, scale=0.25, min_system=220, mean_turns=4.0)
+    plan = replace(SMALL, requests=50, shape=shape, warm_up=0.0)
+    first = list(arrivals(plan))
+    again = [Frame(7, 5).around(arrival) for arrival in arrivals(plan)]
+    num_turns = sum(arrival.conversation.turns_left for arrival in first)
+    assert num_turns >= 50
+    for plain, framed in zip(first, again, strict=True):
+        one, other = plain.conversation, framed.conversation
+        assert (plain.at_s, one.chain, one.turns_left) == (framed.at_s, other.chain, other.turns_left)
+        assert sum(other.tokens) - sum(one.tokens) == 7 + 5 * len(one.tokens)
+        assert [turn.own for turn in other.coming] == [turn.own + 10 for turn in one.coming]
+        assert len(one.tokens) == 1 or one.tokens[0] >= 220
+    found = Fleet(replace(plan, requests=num_turns), Routed(), again).play()
+    assert found["requests"] == num_turns
 
 
 def test_costs_are_read_from_a_file_and_a_wrong_one_is_named(tmp_path, capsys):
