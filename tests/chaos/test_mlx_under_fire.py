@@ -8,11 +8,15 @@ from pathlib import Path
 
 import pytest
 from test_cache_after_kill import until_saved
-from test_kill import Answer, Troubled, ask, kill_once, mixed
+from test_kill import Answer, Trouble, Troubled, ask, kill_once, leave_alone, mixed
 
 from model_folders import tiny_folder
+from seeing_folders import seeing_folder
 from stoker import GenerateRequest, Runtime, Sampling
+from stoker.backends.mlx.vision import library
 from stoker.ipc.events import Delta, Finished
+from stoker.ipc.request import IMAGE_MARKER
+from tiny_projector import picture_of
 
 MODELS = [
     "llama",
@@ -61,6 +65,44 @@ async def test_texts_outlast_a_kill_a_suspend_and_the_program(name: str, tmp_pat
     assert said_again == said
     assert (again.usage.cache_source, again.usage.cached_tokens > 32) == ("disk", True)
     assert first.usage.completion_tokens == again.usage.completion_tokens == 8
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["llava-clip", "smolvlm"])
+async def test_answers_about_pictures_outlast_a_kill_and_a_suspend(kind: str, tmp_path: Path) -> None:
+    """SPEC F10, L2, L3: each stream has pictures of its own; nothing is asked of the caller again."""
+    if not library.installed_version():
+        pytest.skip("mlx-vlm is not installed (the mlx-vlm extra)")
+    model = str(seeing_folder(tmp_path / kind, kind))
+    requests = [
+        GenerateRequest(
+            prompt=f"{IMAGE_MARKER} what is it, and {IMAGE_MARKER} that?",
+            pictures=(picture_of(seed, 60, 40), picture_of(9, 30, 50)),
+            max_tokens=40,
+            sampling=Sampling(temperature=0.8, seed=seed),
+            ignore_eos=True,
+        )
+        for seed in range(4)
+    ]
+    async with Runtime(model, ctx_size=2048, threads=1, isolation="process") as runtime:
+        expected = await told(runtime, requests, leave_alone)
+        for make in (kill_once, suspend_once):
+            assert await told(runtime, requests, make) == expected
+        assert (await runtime.status()).restarts == 1
+    assert len({tuple(tokens[0]) for tokens in expected}) == 4
+
+
+async def told(
+    runtime: Runtime, requests: list[GenerateRequest], make: Trouble
+) -> list[dict[int, list[int]]]:
+    """The tokens of streams that run into trouble."""
+    answers = [Answer() for _ in requests]
+    async with asyncio.TaskGroup() as group:
+        for request, answer in zip(requests, answers, strict=True):
+            group.create_task(ask(runtime, request, answer))
+        await make(runtime, answers)
+    assert [answer.num_ends for answer in answers] == [1] * len(answers)
+    return [answer.tokens for answer in answers]
 
 
 async def asked(runtime: Runtime, request: GenerateRequest) -> tuple[Finished, list[int]]:

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from safetensors.numpy import load_file, save_file
 from test_backend_contract import feed
 
 from seeing_folders import KINDS, seeing_folder
@@ -35,6 +36,7 @@ from stoker.backends.mlx.vision.views import PREPROCESSOR
 if not installed_version():
     pytest.skip("mlx-vlm is not installed (the mlx-vlm extra)", allow_module_level=True)
 
+WEIGHTS = "model.safetensors"
 Loaded = Callable[[str], MlxBackend]
 BEFORE, AFTER = [70, 71, 72, 40], [90, 33, 91]
 NEAR = 2e-4
@@ -176,6 +178,54 @@ def test_mlx_vlm_computes_the_same(load_seeing: Loaded, kind: str, size: tuple[i
     assert np.abs(Prompt(backend, picture(2, *size)).read(backend, 1) - expected).max() > 100 * NEAR
 
 
+def as_others_write_it(path: Path, kind: str) -> None:
+    """The tensors of a folder by other names: LLaVA's as the hub has them now, Idefics3's as mlx-vlm."""
+    found = {}
+    for name, values in load_file(path / WEIGHTS).items():
+        if kind == "idefics3":
+            name = name.removeprefix("model.").replace("text_model.", "language_model.")  # noqa: PLW2901
+            name = f"language_model.{name}" if name.startswith("lm_head") else name  # noqa: PLW2901
+            values = values.transpose(0, 2, 3, 1) if values.ndim == 4 else values  # noqa: PLW2901
+        elif name.startswith("language_model."):
+            inner = name.removeprefix("language_model.")
+            name = inner.replace("model.", "model.language_model.")  # noqa: PLW2901
+        else:
+            name = f"model.{name}"  # noqa: PLW2901
+        found[name] = np.ascontiguousarray(values)
+    save_file(found, path / WEIGHTS)
+
+
+@pytest.mark.parametrize("kind", ["llava-clip", "idefics3"])
+def test_tensors_go_by_any_of_their_names(load_seeing: Loaded, tmp_path: Path, kind: str) -> None:
+    """SPEC F10: as the hub has them, and has had them, and as mlx-vlm writes them, in MLX's own layout."""
+    path = seeing_folder(tmp_path / "m", kind)
+    as_others_write_it(path, kind)
+    other, shown = loaded(path), picture()
+    backend = load_seeing(kind)
+    found, expected = (Prompt(each, shown).read(each, 0) for each in (other, backend))
+    assert np.array_equal(found, expected)
+    other.close()
+
+
+def test_a_projector_may_be_quantised(load_seeing: Loaded, tmp_path: Path) -> None:
+    """SPEC F10: as mlx-vlm quantises Idefics3's, beside the language model."""
+    path = seeing_folder(tmp_path / "m", "idefics3")
+    backend, shown = load_seeing("idefics3"), picture()
+    weights = load_file(path / WEIGHTS)
+    name = "model.connector.modality_projection.proj"
+    parts = mx.quantize(mx.array(weights.pop(f"{name}.weight")), group_size=32, bits=8)
+    for part, values in zip(("weight", "scales", "biases"), parts, strict=True):
+        weights[f"{name}.{part}"] = np.array(values)
+    save_file(weights, path / WEIGHTS)
+    config = json.loads((path / "config.json").read_text())
+    config["quantization"] = {"group_size": 32, "bits": 8}
+    (path / "config.json").write_text(json.dumps(config))
+    other = loaded(path)
+    found, expected = encoded(other, shown), encoded(backend, shown)
+    assert 0 < np.abs(found - expected).max() < 0.1
+    other.close()
+
+
 @pytest.mark.parametrize("kind", ["llava-clip", "idefics3"])
 def test_a_slice_ends_with_its_layer_and_slices_compute_the_same(load_seeing: Loaded, kind: str) -> None:
     """SPEC F10, V3: so nobody waits longer for an encode than for a layer; one given up leaves nothing."""
@@ -227,6 +277,28 @@ def test_pictures_are_held_by_forks_states_and_rows(load_seeing: Loaded) -> None
     backend.check()
 
 
+def test_a_few_tokens_of_a_picture_beside_rows_are_of_the_picture(load_seeing: Loaded) -> None:
+    """SPEC F10: as the planner cuts them where others decode."""
+    backend = load_seeing("llava-clip")
+    prompt = Prompt(backend, picture())
+    alone = prompt.read(backend, 0)
+    feed(backend, 1, AFTER)
+    feed(backend, 2, AFTER)
+    expected = feed(backend, 1, [60])[0]
+    backend.trim(1, len(AFTER))
+    backend.extensions.conditioner.condition(3, prompt.conditioning)
+    for start, tokens in prompt.items(2):
+        if not start:
+            found = feed(backend, 3, tokens)
+            continue
+        rows = tuple(PlanItem(seq, len(AFTER), [60], 1) for seq in (1, 2))
+        found = backend.launch(BatchPlan((*rows, PlanItem(3, start, tokens, 1)))).rows().copy()
+        assert np.abs(found[:2] - expected).max() < NEAR
+        for seq in (1, 2):
+            backend.trim(seq, len(AFTER))
+    assert np.abs(found[-1] - alone).max() < NEAR
+
+
 @pytest.mark.parametrize("way", ["computed", "imported", "forked"])
 def test_what_a_failed_pass_spoils_is_seen_again(
     load_seeing: Loaded, monkeypatch: pytest.MonkeyPatch, way: str
@@ -266,6 +338,7 @@ def test_a_picture_without_embeddings_changes_nothing(load_seeing: Loaded) -> No
     with pytest.raises(StepFailedError, match="no embeddings"):
         backend.launch(BatchPlan((PlanItem(1, 0, AFTER, 1), PlanItem(0, len(BEFORE), ids, 1))))
     assert [backend.length(seq) for seq in (0, 1)] == [len(BEFORE), 0]
+    assert np.array_equal(feed(backend, 1, AFTER), feed(backend, 2, AFTER))
     backend.check()
     with pytest.raises(UnsupportedError, match="no recordings"):
         backend.extensions.vision.layout(Sound(16_000, b"\0\0" * 16))

@@ -14,8 +14,10 @@ import pytest
 from gguf_files import TinyModel
 from typer.testing import CliRunner
 
+from seeing_folders import seeing_folder
 from stoker.backends.device import Device, DeviceMemory
 from stoker.backends.llama import binding
+from stoker.backends.mlx.vision import families
 from stoker.cli.app import app
 from stoker.cli.commands import plan
 from stoker.ipc.model import ModelSpec
@@ -166,7 +168,9 @@ def test_a_projector_is_planned_with_its_model(model: Path, machine: Any, tmp_pa
     """SPEC R1, V1: its weights and buffers are a line of the estimate; another model's is refused."""
     machine(6 * 2**30, 8 * 2**30)
     own = write_projector(tmp_path / "p.gguf", n_embd=read_header(model).embedding_length)
-    with_projector = record(model, "--mmproj", own)[1]["bytes"]
+    seeing = record(model, "--mmproj", own)[1]
+    assert (seeing["pictures"], record(model)[1]["pictures"]) == ("ready", None)
+    with_projector = seeing["bytes"]
     assert with_projector.pop("projector") > 8 * MIB
     assert with_projector == record(model)[1]["bytes"]
     foreign = write_projector(tmp_path / "f.gguf", n_embd=8)
@@ -265,3 +269,23 @@ def test_no_native_library_is_loaded_where_no_device_is_asked_for(model: Path) -
 def test_every_verdict_has_its_words() -> None:
     """SPEC R2: what can be loaded is explained; the others come with numbers of their own."""
     assert set(plan._MEANINGS) == set(plan._COLOURS) == {"fits", "tight", "degraded", "streams"}
+
+
+def test_a_plan_says_whether_the_model_sees(
+    tmp_path: Path, machine: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """F10, V1: a folder's tower is in its sum; what another lacks is named."""
+    machine(8 * 2**30, 16 * 2**30)
+    monkeypatch.setattr(families, "installed_version", lambda: "0.7.10")
+    path = seeing_folder(tmp_path / "m", "smolvlm")
+    code, output = run(path)
+    assert code == 0
+    assert "pictures: ready" in output
+    found = json.loads(run(path, "--json")[1])
+    assert (found["pictures"], found["pictures_reason"]) == ("ready", None)
+    assert found["bytes"]["projector"] > 0
+    monkeypatch.setattr(families, "installed_version", lambda: "")
+    assert "pictures: text_only: mlx-vlm is not installed" in run(path)[1]
+    found = json.loads(run(path, "--json")[1])
+    assert "projector" not in found["bytes"]
+    assert found["pictures_reason"].startswith("mlx-vlm is not installed")

@@ -181,7 +181,7 @@ def test_pictures_are_cut_as_transformers_cuts_them(kind: str, size: tuple[int, 
     expected = getattr(found, name)(**steps)([pixels], return_tensors="np")["pixel_values"]
     expected = np.asarray(expected, np.float32).reshape(-1, 3, EDGE, EDGE).transpose(0, 2, 3, 1)
     views = sight_of(ModelFolder.open(path)).views
-    squares = np.stack(list(views.squares(Picture(*size, pixels.tobytes()))))
+    squares = np.stack(list(map(views.colours.of, views.cut(Picture(*size, pixels.tobytes())))))
     assert squares.shape == expected.shape
     assert np.abs(squares - expected).max() < 1e-5
     parts = [each for each in views.layout(*size, lambda text: [len(text)]) if isinstance(each, PicturePart)]

@@ -115,8 +115,8 @@ class MlxBackend:
         """Begin one forward pass; see `Backend.launch`. A call that raises changed nothing."""
         enter_thread()
         self._sequences.lengths.check(plan)
-        if plan.has_pictures:
-            self._check_pictures(plan)
+        if plan.has_pictures and self._vision is None:
+            raise StepFailedError("tokens below 0 stand for images, which this model of MLX does not take")
         self._sequences.check_room(plan)
         return self._steps.launch(self._sequences, plan)
 
@@ -213,13 +213,6 @@ class MlxBackend:
             return self._network.hidden()
         except RuntimeError as error:
             raise failure(error) from error
-
-    def _check_pictures(self, plan: BatchPlan) -> None:
-        """Raise StepFailedError where an item has no embeddings, before anything changes."""
-        if self._vision is None:
-            raise StepFailedError("tokens below 0 stand for images, which this model of MLX does not take")
-        for item in plan.items:
-            self._sequences.embeddings(item)
 
     def _refuse_without_state(self) -> None:
         if not self._capabilities.state_layout:

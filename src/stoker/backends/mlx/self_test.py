@@ -19,6 +19,8 @@ from stoker.backends.mlx import native
 from stoker.backends.mlx.caches import kinds
 from stoker.backends.mlx.network import Network
 from stoker.backends.mlx.state import HeldSequence, StateFormat
+from stoker.backends.mlx.vision.library import INSTALL, installed_version
+from stoker.backends.mlx.vision.tower import embeddings, small_tower
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -26,7 +28,7 @@ if TYPE_CHECKING:
     from stoker.backends.protocol.backend import Rows
 
 _SEED = 7
-_VOCABULARY = 320
+_VOCABULARY, _WIDTH, _EDGE = 320, 128, 32
 _TOKENS = tuple(range(3, 43))
 _TOLERANCE = 2e-2
 """Logits of a few units; a device that multiplies in 19 bits is off by some thousandths."""
@@ -55,7 +57,7 @@ def self_test() -> list[Tried]:
         ("cells of 8 bits compute nearly the same", _few_bits),
     ):
         found.append(_tried(name, partial(trial, network)))
-    return found
+    return [*found, _tried("a picture is encoded as on the CPU", _picture)]
 
 
 def _tried(name: str, trial: Callable[[], str]) -> Tried:
@@ -70,7 +72,7 @@ def _network() -> Network:
     module = llama.Model(
         llama.ModelArgs(
             model_type="llama",
-            hidden_size=128,
+            hidden_size=_WIDTH,
             num_hidden_layers=2,
             intermediate_size=256,
             num_attention_heads=4,
@@ -138,6 +140,18 @@ def _few_bits(network: Network) -> str:
     caches = kinds.quantised(network.new_caches(), 8, (32,))
     out = network.forward(mx.array([_TOKENS]), caches, [len(_TOKENS) - 1], ())
     return _near(_logits(network, _TOKENS), np.array(out)[0], 0.1)
+
+
+def _picture() -> str:
+    if not installed_version():
+        return f"not tried, mlx-vlm is not installed: {INSTALL}"
+    mx.random.seed(_SEED)
+    tower = small_tower(_WIDTH)
+    square = np.random.default_rng(_SEED).standard_normal((_EDGE, _EDGE, 3), np.float32)
+    found = embeddings(tower, square)
+    with mx.stream(mx.cpu):
+        text = _near(found, embeddings(tower, square), _TOLERANCE)
+    return f"mlx-vlm {installed_version()}, {text}"
 
 
 def _near(found: Rows, expected: Rows, tolerance: float) -> str:

@@ -73,10 +73,10 @@ class Steps:
             wanted = self._sorted_out(plan, passes)
             begin = mx.async_eval if self._is_async else mx.eval
             begin([array for array in wanted if array is not None], held)
-        except StokerError:
-            raise
         except Exception as error:
             sequences.spoil(item.seq for item in plan.items)
+            if isinstance(error, StokerError):
+                raise
             raise failure(error) from error
         sequences.advance(plan)
         if self._is_async:
@@ -86,7 +86,9 @@ class Steps:
     def append(
         self, caches: list[Cache], tokens: Sequence[int], adapters: Adapters, embeddings: Rows | None = None
     ) -> None:
-        """Append tokens to caches that are nobody's row, and compute it to the end."""
+        """Append tokens to caches that are nobody's row, computed to the end. Raises StepFailedError."""
+        if embeddings is None and min(tokens) < 0:  # there is no row of such a number: MLX would read beside
+            raise StepFailedError("a picture has to be computed again, and its embeddings are not known")
         self.forward(caches, tokens, 0, adapters, embeddings)
         mx.eval(kinds.arrays(caches))
 

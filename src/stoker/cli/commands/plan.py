@@ -57,6 +57,8 @@ class _Plan:
     calibration: tuple[str, ...] = ()
     degraded: tuple[str, ...] = ()
     reason: str = ""
+    pairing: str = ""
+    pairing_reason: str = ""
 
     @property
     def can_load(self) -> bool:
@@ -179,7 +181,18 @@ def _plan(settings: EngineSettings, model: str | None, mmproj: Path | None) -> _
         calibration=calibration_texts(settings, file),
         degraded=fitted.degraded,
         reason=reason,
+        pairing=_pairing(spec, file),
+        pairing_reason=file.description.pairing_reason if file.description else "",
     )
+
+
+def _pairing(spec: ModelSpec, file: ModelFile) -> str:
+    """How it stands with images; empty: it was not made to see."""
+    from stoker.ipc.model import Pairing
+
+    if spec.projector is not None:
+        return str(Pairing.READY)
+    return file.description.pairing if file.description else ""
 
 
 def _device_budgets(devices: tuple[Device, ...], margin_bytes: int) -> Iterator[DeviceBudget]:
@@ -239,6 +252,8 @@ def _as_record(found: _Plan) -> dict[str, object]:
         "backend_reason": "; ".join(found.passed_over) or None,
         "fallbacks": list(found.fallbacks),
         "degraded": list(found.degraded),
+        "pictures": found.pairing or None,
+        "pictures_reason": found.pairing_reason or None,
         "n_ctx": found.estimate.n_ctx,
         "n_ctx_train": found.n_ctx_train,
         "slots": found.spec.num_slots,
@@ -294,6 +309,9 @@ def _show(found: _Plan) -> None:
     lead = "->" if found.can_load else "even with"
     for phrase in found.degraded:
         console.print(f"  {lead} {escape(phrase)}")
+    if found.pairing:
+        why = f": {found.pairing_reason}" if found.pairing_reason else ""
+        console.print(f"  pictures: {found.pairing}{escape(why)}")
     for phrase in found.calibration:
         console.print(f"  {escape(phrase)}")
     if found.read_bytes:

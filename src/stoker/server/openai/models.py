@@ -64,6 +64,7 @@ def _entry(context: ServerContext, info: ModelInfo) -> dict[str, Any]:
         "num_slots": info.num_slots,
         "size_bytes": info.size_bytes,
         "pictures": (info.pairing or None) if can_see(info) or not can_hear(info) else None,
+        "pictures_reason": info.pairing_reason or None,
         "audio": can_hear(info),
         "pooling": info.pooling or None,
         "has_chat_template": bool(info.chat_template),

@@ -14,6 +14,7 @@ import mlx.core as mx
 import numpy as np
 from mlx import nn
 from mlx.utils import tree_flatten
+from mlx_lm.utils import infer_quant_config
 
 from stoker.backends.mlx.native import Array
 from stoker.backends.mlx.vision.families import FAMILIES, tower_tensors
@@ -112,11 +113,39 @@ def open_tower(folder: ModelFolder) -> Tower:
     config = classes.ModelConfig.from_dict({**folder.config, **parts})
     module = TiledTower(config) if family.is_tiled else WholeTower(config)
     weights = module.sanitize(_weights(folder))
-    _quantise(module, folder, weights)
+    _quantise(module, weights)
     module.load_weights(list(weights.items()))
     mx.eval(module.parameters())
     module.eval()
     return Tower(module, width)
+
+
+def small_tower(width: int, edge: int = 32) -> Tower:
+    """One of random weights, of tiles; for trials of a machine. Raises ImportError."""
+    vision = model_module("idefics3.config").VisionConfig(
+        model_type="idefics3_vision",
+        hidden_size=64,
+        num_attention_heads=2,
+        num_hidden_layers=2,
+        intermediate_size=96,
+        image_size=edge,
+        patch_size=edge // 4,
+    )
+    text = SimpleNamespace(hidden_size=width)
+    module = TiledTower(SimpleNamespace(vision_config=vision, text_config=text, scale_factor=2))
+    mx.eval(module.parameters())
+    return Tower(module, width)
+
+
+def embeddings(tower: Tower, square: Rows) -> Rows:
+    """What a tower makes of one square, at once."""
+    layers = tower.encode([square])
+    while True:
+        try:
+            next(layers)
+        except StopIteration as end:
+            found: Rows = end.value
+            return found
 
 
 def _weights(folder: ModelFolder) -> dict[str, Array]:
@@ -130,15 +159,12 @@ def _weights(folder: ModelFolder) -> dict[str, Array]:
     }
 
 
-def _quantise(module: Any, folder: ModelFolder, weights: dict[str, Array]) -> None:
+def _quantise(module: Any, weights: dict[str, Array]) -> None:
     """Give the matrices that are quantised in the folder modules that take them so."""
-    found = folder.quantisation
-    if found is None or not any(name.endswith(_SCALES) for name in weights):
-        return
-    nn.quantize(
-        module,
-        group_size=found.group_size or None,
-        bits=found.bits,
-        mode=found.mode,
-        class_predicate=lambda path, _: f"{path}{_SCALES}" in weights,
-    )
+    if any(name.endswith(_SCALES) for name in weights):
+        nn.quantize(
+            module,
+            class_predicate=lambda path, matrix: (
+                f"{path}{_SCALES}" in weights and infer_quant_config(path, matrix, weights)
+            ),
+        )

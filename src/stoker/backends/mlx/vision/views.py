@@ -16,7 +16,7 @@ from stoker.backends.protocol.backend import PicturePart
 from stoker.models.folders.json_file import broken, read_object
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
+    from collections.abc import Callable, Mapping
     from pathlib import Path
 
     from PIL.Image import Image
@@ -46,8 +46,13 @@ class Views(Protocol):
         """What stands for a picture of this size in a prompt."""
         ...
 
-    def squares(self, picture: Picture) -> Iterator[Rows]:
-        """What the tower takes of it, one after the other: float32 (edge, edge, 3)."""
+    def cut(self, picture: Picture) -> list[Image]:
+        """The squares that the tower takes of it, one after the other."""
+        ...
+
+    @property
+    def colours(self) -> Colours:
+        """From their pixels to what it takes."""
         ...
 
 
@@ -188,18 +193,17 @@ class WholeView:
         """See `Views`: nothing stands around it."""
         return (PicturePart(self.num_tokens),)
 
-    def squares(self, picture: Picture) -> Iterator[Rows]:
+    def cut(self, picture: Picture) -> list[Image]:
         """See `Views`: the middle of it where it is cut."""
         image, edge = _opened(picture), self.edge
         if not self.shortest:
-            yield self.colours.of(_resized(image, (edge, edge), self.resampling))
-            return
+            return [_resized(image, (edge, edge), self.resampling)]
         short, long = sorted((picture.width, picture.height))
         longest = int(self.shortest * long / short)
         size = (self.shortest, longest) if picture.width == short else (longest, self.shortest)
         image = _resized(image, size, self.resampling)
         left, top = ((each - edge) // 2 for each in size)
-        yield self.colours.of(image.crop((left, top, left + edge, top + edge)))
+        return [image.crop((left, top, left + edge, top + edge))]
 
 
 def _whole_view(said: _Said, shape: TowerShape) -> WholeView:
@@ -262,18 +266,16 @@ class TiledView:
         found.append(tuple(tokenize(f"{before}{_AROUND}{_WHOLE}")))
         return (*found, PicturePart(self.num_tokens), tuple(tokenize(_AROUND)))
 
-    def squares(self, picture: Picture) -> Iterator[Rows]:
+    def cut(self, picture: Picture) -> list[Image]:
         """See `Views`: rows from the top, the whole picture last."""
         image, edge = _opened(picture), self.edge
         sizes = self._sizes(picture.width, picture.height)
         for size in sizes:
             image = _resized(image, size, self.resampling)
         rows, columns = self._grid(*sizes[-1])
-        for row in range(rows):
-            for column in range(columns):
-                left, top = column * edge, row * edge
-                yield self.colours.of(image.crop((left, top, left + edge, top + edge)))
-        yield self.colours.of(_resized(image, (edge, edge), self.resampling))
+        places = [(column * edge, row * edge) for row in range(rows) for column in range(columns)]
+        tiles = [image.crop((left, top, left + edge, top + edge)) for left, top in places]
+        return [*tiles, _resized(image, (edge, edge), self.resampling)]
 
     def _sizes(self, width: int, height: int) -> list[tuple[int, int]]:
         """Widths and heights that it takes one after the other; the last is one of whole squares."""

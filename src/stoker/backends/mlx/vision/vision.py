@@ -6,7 +6,9 @@ import hashlib
 import logging
 import time
 from collections.abc import Callable, Generator
+from concurrent.futures import ThreadPoolExecutor, wait
 from functools import partial
+from threading import TIMEOUT_MAX
 from typing import TYPE_CHECKING
 
 from stoker.backends.mlx.native import enter_thread
@@ -20,6 +22,8 @@ from stoker.ipc.model import Pairing
 from stoker.ipc.request import Picture
 
 if TYPE_CHECKING:
+    from PIL.Image import Image
+
     from stoker.backends.mlx.text.vocabulary import FolderVocabulary
     from stoker.backends.mlx.vision.views import Views
     from stoker.backends.protocol.backend import Rows
@@ -36,17 +40,25 @@ class MlxEncoding:
     """One picture on its way to embeddings; a slice ends with the layer that it is at.
 
     Args:
-        encode: begins; what it makes stops after each layer.
+        cut: cuts it, on a thread of `pool`: that is no work of the device, and holds up no step.
+        encode: begins with the squares; what it makes stops after each layer.
+        pool: of one thread.
     """
 
-    def __init__(self, encode: Callable[[], Generator[None, None, Rows]]) -> None:
+    def __init__(
+        self,
+        cut: Callable[[], list[Image]],
+        encode: Callable[[list[Image]], Generator[None, None, Rows]],
+        pool: ThreadPoolExecutor,
+    ) -> None:
+        self._cut = pool.submit(cut)
         self._encode = encode
         self._layers: Generator[None, None, Rows] | None = None
         self._rows: Rows | None = None
         self.is_over = False
 
     def __repr__(self) -> str:
-        state = "over" if self.is_over else "under way" if self._layers else "not begun"
+        state = "over" if self.is_over else "under way" if self._layers else "being cut"
         return f"<MlxEncoding {state}>"
 
     def run(self, budget_s: float) -> bool:
@@ -55,9 +67,11 @@ class MlxEncoding:
         assert not self.is_over, "a slice after the end"
         enter_thread()
         until_s = time.monotonic() + budget_s
-        if self._layers is None:
-            self._layers = self._encode()
         try:
+            if self._layers is None:
+                if not wait([self._cut], min(budget_s, TIMEOUT_MAX)).done:
+                    return False
+                self._layers = self._encode(self._cut.result())
             next(self._layers)
             while time.monotonic() < until_s:
                 next(self._layers)
@@ -74,7 +88,8 @@ class MlxEncoding:
         return self._rows
 
     def cancel(self) -> None:
-        """Give up what was computed of it; idempotent."""
+        """Give up what was computed of it; idempotent. What is cut meanwhile is not waited for."""
+        self._cut.cancel()
         if self._layers is not None:
             self._layers.close()
         self._rows, self.is_over = None, True
@@ -104,6 +119,7 @@ class MlxVision:
         self._views = views
         self._tokenize = partial(vocabulary.tokenize, add_special=False, parse_special=True)
         self._tower = tower
+        self._pool = ThreadPoolExecutor(1, thread_name_prefix="cut")
         self._encoding: MlxEncoding | None = None
 
     def __repr__(self) -> str:
@@ -118,13 +134,17 @@ class MlxVision:
         """Encode a picture in slices, one at a time: not before the one before is done or cancelled."""
         former, picture = self._encoding, self._picture(medium)
         assert former is None or former.is_over, f"{former!r} is not over"
-        self._encoding = MlxEncoding(lambda: self._tower.encode(self._views.squares(picture)))
+        self._encoding = MlxEncoding(lambda: self._views.cut(picture), self._encode, self._pool)
         return self._encoding
+
+    def _encode(self, squares: list[Image]) -> Generator[None, None, Rows]:
+        return self._tower.encode(map(self._views.colours.of, squares))
 
     def close(self) -> None:
         """Give up what is being encoded; idempotent."""
         if self._encoding is not None:
             self._encoding.cancel()
+        self._pool.shutdown(wait=False, cancel_futures=True)
 
     def _picture(self, medium: Medium) -> Picture:
         if not isinstance(medium, Picture):
