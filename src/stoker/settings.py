@@ -132,6 +132,16 @@ class EngineSettings(PerModelSettings):
     park_bytes: Size = size_setting(2**30, "Host memory for states of parked requests, a model.")
     cache_ram_bytes: Size = size_setting(2**30, "Host memory for kept states; 0: none.")
     cache_disk_bytes: Size = size_setting(4 * 2**30, "Disk for kept states, under --cache-dir; 0: none.")
+    prefix_store: str | None = setting(
+        None,
+        "Folder or URL of a store of prefixes that several machines share.",
+        shown="none",
+        metavar="URL",
+    )
+    prefix_store_bytes: Size = size_setting(64 * 2**30, "What that store may take, of all machines.")
+    prefix_store_ttl_s: float = setting(
+        604_800.0, "Seconds that a prefix stays in that store after it was put there.", ge=60, le=31_536_000
+    )
     isolation: Literal["process", "thread"] = setting("process", "Where native code runs.")
     max_prepare_s: float = setting(30.0, "Seconds that tokenising a request may take.", gt=0)
     watchdog_s: float = setting(10.0, "Seconds of silence that end an engine.", gt=0)

@@ -5,13 +5,22 @@ from __future__ import annotations
 import threading
 
 import httpx
+import msgspec
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from stand_in import HOLD, StandInRuntime, delta
 
 from stoker.errors import EngineError
 from stoker.ipc.request import Priority
-from stoker.ipc.status import CacheStatus, EngineHealth, EngineStatus, ModelStatus, SlotStatus, WaitStatus
+from stoker.ipc.shared_store import SharedStoreStatus
+from stoker.ipc.status import (
+    CacheStatus,
+    EngineHealth,
+    EngineStatus,
+    ModelStatus,
+    SlotStatus,
+    WaitStatus,
+)
 from stoker.server.context import loading_text
 
 HELLO = [{"role": "user", "content": "Say hello"}]
@@ -261,6 +270,31 @@ def test_the_runtime_shows_the_cache_by_tier_and_every_counter(scripted, scripte
         "disk": {"bytes": 200, "limit": 2000, "entries": 5, "problem": "no space left"},
     }
     assert status["counters"] == counters
+
+
+def test_a_shared_store_is_in_status_and_metrics_with_its_problem(scripted, scripted_http):
+    """C19: what it holds, how quick it is, what came of asking it."""
+    store = SharedStoreStatus(
+        url="/mnt/prefixes",
+        num_files=9,
+        num_usable=4,
+        size_bytes=700,
+        limit_bytes=900,
+        latency_ms=2.5,
+        bytes_per_s=1e8,
+        problem="it hangs",
+    )
+    counters = {f"prefix_store_{name}_total": 3.0 for name in ("gets", "late", "failures")}
+    scripted.runtime.engine = engine_with(msgspec.structs.replace(CACHE, shared=store), counters)
+    assert scripted_http.get("/v1/runtime").json()["cache"]["store"] == msgspec.to_builtins(store)
+    assert metric(scripted_http, "stoker:prefix_store_bytes") == 700
+    assert metric(scripted_http, "stoker:prefix_store_entries") == 4
+    assert metric(scripted_http, "stoker:prefix_store_latency_seconds") == 0.0025
+    assert metric(scripted_http, "stoker:prefix_store_bytes_per_second") == 1e8
+    assert metric(scripted_http, "stoker:prefix_store_problem") == 1
+    for name in ("gets", "late", "failures"):
+        assert metric(scripted_http, f"stoker:prefix_store_{name}_total") == 3
+    assert metric(scripted_http, "stoker:prefix_store_puts_total") == 0
 
 
 def test_metrics_show_what_the_cache_saves_and_holds(scripted, scripted_http):

@@ -26,6 +26,7 @@ class EntryState(StrEnum):
     RAM = "ram"
     DISK = "disk"
     READING = "reading"  # on their way from disk
+    SHARED = "shared"  # in a store of several machines; it is no entry of ours yet
     GONE = "gone"
 
 
@@ -35,6 +36,7 @@ MOVES: dict[EntryState, frozenset[EntryState]] = {
     _E.RAM: frozenset({_E.DISK, _E.GONE}),
     _E.DISK: frozenset({_E.PENDING, _E.READING, _E.GONE}),
     _E.READING: frozenset({_E.RAM, _E.DISK, _E.GONE}),
+    _E.SHARED: frozenset({_E.READING, _E.GONE}),
     _E.GONE: frozenset(),
 }
 
@@ -45,6 +47,14 @@ class Line(StrEnum):
     CACHE = "cache"
     PARKED = "parked"
     DISK = "disk"
+
+
+@dataclass(frozen=True, slots=True)
+class StoreCopy:
+    """A file in a shared store that an entry is read from; whoever needs it waits `wait_s` at most."""
+
+    name: str
+    wait_s: float
 
 
 _numbers = itertools.count(1)
@@ -68,6 +78,8 @@ class Entry:
         is_private: it is in no tree: only its holder uses it.
         is_exact: its model cannot go back, so it serves only prompts with all of its tokens.
         is_background: it was made for background.
+        is_shareable: other machines may have it, where there is a shared store (SPEC C19).
+        copy: what it is read from there; None: it came from elsewhere.
         used_s: when it was used last.
         num_hits: how often it was used since this program has it.
         number: of this entry alone, in this program.
@@ -86,6 +98,8 @@ class Entry:
     is_private: bool = False
     is_exact: bool = False
     is_background: bool = False
+    is_shareable: bool = False
+    copy: StoreCopy | None = None
     used_s: float = 0.0
     num_hits: int = 0
     number: int = field(default_factory=_numbers.__next__)

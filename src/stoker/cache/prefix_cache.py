@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Mapping
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -20,6 +21,9 @@ from stoker.cache.prefix_tree import Reader, prefix_tree
 from stoker.ipc.model import CacheMode
 from stoker.ipc.status import CacheStatus, PrefixStatus
 from stoker.machine.ledger import Ledger
+
+if TYPE_CHECKING:
+    from stoker.cache.shared.tier import SharedTier
 
 MAX_ENTRIES = 256
 """Entries of a namespace (SPEC C7)."""
@@ -48,10 +52,15 @@ class CacheLimits:
 
 
 class PrefixCache:
-    """The stored prefixes of one engine, over all its models."""
+    """The stored prefixes of one engine, over all its models.
 
-    def __init__(self, limits: CacheLimits, ledger: Ledger) -> None:
+    Attributes:
+        shared: a store that other machines use too; None: there is none.
+    """
+
+    def __init__(self, limits: CacheLimits, ledger: Ledger, shared: SharedTier | None = None) -> None:
         self.limits = limits
+        self.shared = shared
         self.disk = DiskTier(limits.disk_bytes, ledger)
         self._absent: set[str] = set()  # models of which nothing is kept in host memory that is on disk
         self._ledger = ledger
@@ -89,6 +98,7 @@ class PrefixCache:
             "cache_evicted_total": self._num_evicted_total,
             "cache_damaged_total": self._num_damaged_total,
             "parked_bytes": self.parked_bytes,
+            **(self.shared.stats() if self.shared is not None else {}),
         }
 
     def status(self) -> CacheStatus:
@@ -104,6 +114,7 @@ class PrefixCache:
             num_disk=sum(entry.file is not None for entry in entries),
             num_unsaved=sum(self.disk.wants(entry) for entry in entries),
             disk_problem=self.disk.problem,
+            shared=None if self.shared is None else self.shared.status(),
         )
 
     # ------------------------------------------------------------ storing
@@ -176,7 +187,7 @@ class PrefixCache:
         for shorter in self.index.superseded_by(entry):
             if shorter.state is EntryState.RAM:
                 self._let_go_of_bytes(shorter)
-        self.disk.note(entry, now)
+        self._note(entry, now)
         self._make_room(0)
 
     def failed(self, entry: Entry) -> None:
@@ -198,7 +209,13 @@ class PrefixCache:
         entry.line, entry.used_s = Line.CACHE, now
         self._ledger.add(entry.line, entry.size_bytes)
         self._begin(now)  # it is one of those that may go
+        self._note(entry, now)
+
+    def _note(self, entry: Entry, now: float) -> None:
+        """It is in host memory: it is to be saved."""
         self.disk.note(entry, now)
+        if self.shared is not None:
+            self.shared.note(entry, now)
 
     def used(self, entry: Entry, now: float) -> None:
         """It was used."""
@@ -289,7 +306,7 @@ class PrefixCache:
 
     def can_fetch(self, entry: Entry) -> bool:
         """Whether its bytes fit beside those that are in use."""
-        if entry.state is not EntryState.DISK:
+        if entry.state not in {EntryState.DISK, EntryState.SHARED}:
             return True
         return self._in_use_bytes() + entry.size_bytes <= self.limits.ram_bytes
 
@@ -297,10 +314,23 @@ class PrefixCache:
         """Have its bytes read for `holder`; `fetched` or `unreadable` ends the wait."""
         self._begin(self._now)
         entry.leases.add(holder)
-        if entry.state is EntryState.DISK:
+        if entry.state is EntryState.SHARED:
+            self._get(entry)
+        elif entry.state is EntryState.DISK:
             self._make_room(entry.size_bytes)
             self._ledger.add(entry.line, entry.size_bytes)
+            entry.copy = None
             self.disk.read(entry)
+
+    def _get(self, entry: Entry) -> None:
+        """Take in an entry whose bytes are in the shared store, and have them read."""
+        assert self.shared is not None, f"{entry!r} is in no store"
+        self._keep_count(entry.namespace)
+        self._make_room(entry.size_bytes)
+        self.index.insert(entry)
+        self._ledger.add(entry.line, entry.size_bytes)
+        entry.move(EntryState.READING)
+        self.shared.get(entry, self._now)
 
     def written(self, entry: Entry, file: str, file_bytes: int) -> None:
         """A write has succeeded; shorter entries that it stands for too are forgotten."""
@@ -337,15 +367,15 @@ class PrefixCache:
                 self._take_out(entry)
 
     def fetched(self, entry: Entry, data: Snapshot, now: float) -> None:
-        """Its bytes came from disk."""
+        """Its bytes came from disk, or from the shared store."""
         self._begin(now)
         self._recount(entry, memoryview(data).nbytes)
         entry.data, entry.used_s = data, now
         entry.move(EntryState.RAM)
-        self.disk.note(entry, now)  # its file may have gone meanwhile
+        self._note(entry, now)  # its file may have gone meanwhile, or its copy be old
 
     def unreadable(self, entry: Entry, *, is_damaged: bool = True) -> None:
-        """Its file is damaged, or gone."""
+        """Its file is damaged, or gone, or not to be had in time."""
         self._num_damaged_total += is_damaged
         self._ledger.add(entry.line, -entry.size_bytes)
         self.disk.lost(entry)

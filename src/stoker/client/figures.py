@@ -111,7 +111,8 @@ def memory_document(memory: MemoryStatus, devices: Iterable[DeviceStatus], physi
 
 
 def cache_document(cache: CacheStatus, cells_used: int, cells_total: int) -> dict[str, Any]:
-    """Tier by tier: bytes and how many stored prefixes (SPEC C14)."""
+    """Tier by tier: bytes and how many stored prefixes (SPEC C14); `store` where machines share one (C19)."""
+    shared = {} if cache.shared is None else {"store": msgspec.to_builtins(cache.shared)}
     return {
         "entries": cache.num_entries,
         "unsaved": cache.num_unsaved,
@@ -123,6 +124,7 @@ def cache_document(cache: CacheStatus, cells_used: int, cells_total: int) -> dic
             "entries": cache.num_disk,
             "problem": cache.disk_problem,
         },
+        **shared,
     }
 
 

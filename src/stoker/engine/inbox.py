@@ -14,7 +14,7 @@ from threading import Event
 
 from stoker.backends.protocol.backend import Backend
 from stoker.backends.protocol.encoding import Encoder
-from stoker.cache.disk.tier import DiskOutcome
+from stoker.cache.store import StoreOutcome
 from stoker.engine.jobs.job import Job
 from stoker.engine.jobs.prepare import PrepContext
 from stoker.engine.jobs.vocabulary import VocabularyDigests
@@ -117,7 +117,7 @@ class Measured:
 
 
 LoadPost = Sized | LoadMoved | Loaded | LoadFailed
-Posted = DiskOutcome | LoadPost | Prepared | PrepareFailed | Released | Measured | Reply
+Posted = StoreOutcome | LoadPost | Prepared | PrepareFailed | Released | Measured | Reply
 Item = Command | Posted | Closed
 
 
@@ -125,7 +125,7 @@ class Inbox(queue.SimpleQueue[Item]):
     """Thread-safe; closing it makes the loop end at once.
 
     Whoever puts what somebody waits for does so inside `interrupt.arrival()`, which ends a long step. Put
-    without it is what the engine itself wants to know (`DiskOutcome`, `LoadMoved`, `Released`, `Measured`),
+    without it is what the engine itself wants to know (`StoreOutcome`, `LoadMoved`, `Released`, `Measured`),
     and `GetStatus` and `Watch`: the client shows meanwhile what it knows.
 
     Attributes:

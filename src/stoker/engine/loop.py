@@ -15,9 +15,8 @@ from pathlib import Path
 
 from stoker.backends.device import HeldDevices
 from stoker.backends.registry import OpenModels
-from stoker.cache.disk.tier import DiskOutcome
 from stoker.cache.prefix_cache import CacheLimits
-from stoker.cache.store import PrefixStore
+from stoker.cache.store import PrefixStore, SharedPlace, StoreOutcome
 from stoker.engine.inbox import (
     Closed,
     Inbox,
@@ -123,7 +122,9 @@ class EngineLoop:
         sample = self._take_sample()
         self._cleans_eagerly = DEFAULTS[sample.tier].cleans_eagerly
         self._clock = Stopwatch(config.watchdog_s)
-        self._load_threads = LoadThreads(inbox, cache_dir, self._devices, models or OpenModels())
+        self._load_threads = LoadThreads(
+            inbox, cache_dir, self._devices, models or OpenModels(), reads_whole=bool(config.prefix_store)
+        )
         self._preparations = Preparations(inbox, config.max_prepare_s)
         self._timer = StepTimer(self._clock, inbox.interrupt)
         limits = CacheLimits.within(
@@ -132,7 +133,8 @@ class EngineLoop:
             ram_bytes=config.cache_ram_bytes,
             disk_bytes=config.cache_disk_bytes,
         )
-        self._store = PrefixStore(inbox.put, cache_dir, limits)
+        self._is_sharing = bool(config.prefix_store)
+        self._store = PrefixStore(inbox.put, cache_dir, limits, _shared_place(config))
         self._jobs = JobTable()
         self._events = self._jobs.events
         self._runners = Runners(self._timer, self._store.cache)
@@ -214,7 +216,7 @@ class EngineLoop:
         self._num_turns += 1
         items = self._inbox.take(wait_s)
         for item in items:
-            if isinstance(item, DiskOutcome):
+            if isinstance(item, StoreOutcome):
                 self._store.handle(item, self._clock.now())
             else:
                 self._handle(item)
@@ -333,7 +335,7 @@ class EngineLoop:
             if self._store.is_saved or wait_s <= 0:
                 return
             for item in self._inbox.take(wait_s):
-                if isinstance(item, DiskOutcome):
+                if isinstance(item, StoreOutcome):
                     self._store.handle(item, self._clock.now())
 
     def _flush(self) -> None:
@@ -359,7 +361,9 @@ class EngineLoop:
             case Sized() | LoadMoved() | Loaded() | LoadFailed():
                 self._residency.post(item, self._clock.now())
                 if isinstance(item, Loaded):
-                    self._store.model_loaded(item.path, item.backend.capabilities.fingerprint)
+                    found = item.backend.capabilities
+                    apart = _numerics() if self._is_sharing and found.is_repeatable else ""
+                    self._store.model_loaded(item.path, found.fingerprint, apart)
             case Measured(sample):
                 if self._pressure_handler.measured(sample, self._clock.now()) and self._monitor:
                     self._monitor.poke()
@@ -466,6 +470,19 @@ class EngineLoop:
             return
         self._residency.wanted(ask.model)
         self._pending.ask(ask, runner)
+
+
+def _shared_place(config: EngineConfig) -> SharedPlace | None:
+    if not config.prefix_store:
+        return None
+    return SharedPlace(config.prefix_store, config.prefix_store_bytes, config.prefix_store_ttl_s)
+
+
+def _numerics() -> str:
+    """What the bits of a state depend on beside its model: other CPUs round otherwise."""
+    from stoker.models.trials import cpu_identity  # noqa: PLC0415 - only where states go to other machines
+
+    return repr(cpu_identity())
 
 
 def _sources(config: EngineConfig, devices: HeldDevices, streamed: StreamedWeights) -> Sources:

@@ -14,6 +14,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
         cache_dir, heat_trace: paths; no trace: the machine's sensors.
         has_own_process: its client is its parent process, whose memory counts beside its own.
         num_restarts: engines of this client that have ended by themselves before.
+        prefix_store: URL of a store that several machines share; empty: there is none.
         log_level: what its log is wanted from, as in `logging`.
     """
 
@@ -21,6 +22,9 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     cache_mode: str
     cache_ram_bytes: int
     cache_disk_bytes: int
+    prefix_store: str = ""
+    prefix_store_bytes: int = 0
+    prefix_store_ttl_s: float = 0.0
     memory_limit: int | None
     memory_margin: int
     device_lease: bool

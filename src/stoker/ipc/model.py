@@ -310,6 +310,8 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
         thinking: whether it thinks before it answers, or how hard, where a request does not say.
         tool_format: name of the format of tool calls; None: as the template has it.
         quantisation: label such as Q4_K_M.
+        content: digest of all that its files hold, by which other machines know its states too; empty: they
+            are known by size, time and samples of the files.
     """
 
     id: str
@@ -347,6 +349,7 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     thinking: bool | str | None = None
     tool_format: str | None = None
     quantisation: str = ""
+    content: str = ""
 
     @property
     def served_by(self) -> str:

@@ -9,6 +9,7 @@ import msgspec
 
 from stoker.errors import ErrorInfo
 from stoker.ipc.request import Priority
+from stoker.ipc.shared_store import SharedStoreStatus
 from stoker.ipc.usage import GapStatus, Timings, Usage
 
 
@@ -234,6 +235,7 @@ class CacheStatus(msgspec.Struct, frozen=True, kw_only=True):
         ram_limit_bytes, disk_limit_bytes: the bounds of these; 0: the tier is off.
         num_unsaved: stored prefixes that are not on disk yet.
         disk_problem: why the disk tier is not used although it is wanted; empty: it is used.
+        shared: a store that other machines use too; None: there is none.
     """
 
     num_entries: int = 0
@@ -245,6 +247,7 @@ class CacheStatus(msgspec.Struct, frozen=True, kw_only=True):
     num_disk: int = 0
     num_unsaved: int = 0
     disk_problem: str = ""
+    shared: SharedStoreStatus | None = None
 
 
 class PrefixStatus(msgspec.Struct, frozen=True, kw_only=True):

@@ -11,13 +11,15 @@ import msgspec
 class CacheSource(StrEnum):
     """Where a request's cached tokens came from (SPEC C13).
 
-    Cells of an ended request, a snapshot in host memory or on disk, or cells of a request that still ran.
+    Cells of an ended request, a snapshot in host memory, on disk or in the store that machines share, or
+    cells of a request that still ran.
     """
 
     LIVE = "live"
     RAM = "ram"
     DISK = "disk"
     SHARED = "shared"
+    STORE = "store"
 
 
 class TokenLogprob(msgspec.Struct, frozen=True, array_like=True):

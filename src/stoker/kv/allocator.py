@@ -22,7 +22,7 @@ from stoker.cache.prefix_cache import PrefixCache
 from stoker.ipc.usage import CacheSource
 from stoker.kv.cells import CellPool, SchedulerLimits
 from stoker.kv.ops import Begin, Drop, Export, Fork, Import, KVOp, Schedule, Trim
-from stoker.kv.prefix_source import MIN_GAIN, PrefixSource
+from stoker.kv.prefix_source import MIN_GAIN, ComputeTime, PrefixSource, unknown
 from stoker.kv.sequence import ParkForm, Sequence
 from stoker.kv.slots import Slot, SlotPlacement, SlotTable
 
@@ -41,15 +41,6 @@ BUSY_SHARE = 0.1
 """Part of the time that copies may take where somebody does."""
 LEAST_GAIN = 2.0
 """Times as long as its copy that computing a state's tokens has to take: it is to be put back too."""
-
-ComputeTime = Callable[[int], float | None]
-"""Seconds that computing so many tokens takes; None: nothing was measured."""
-
-
-def unknown(num_tokens: int) -> float | None:
-    """Of a machine on which nothing was measured."""
-    del num_tokens
-    return None
 
 
 class MoveBudget:
@@ -140,6 +131,7 @@ class KVAllocator:
         self.moves = MoveBudget(limits.target_step_s, compute_s)
         self.cache = cache
         self.prefix_source = PrefixSource(limits, cache)
+        self.prefix_source.compute_s = compute_s
         self.slots = SlotTable(limits)
         self.cells = CellPool(limits.num_cells)
         self.late_ops: list[KVOp] = []
@@ -202,6 +194,11 @@ class KVAllocator:
         live = self.slots.source(sequence)
         length = 0 if live is None else live[1]
         hit = self.stored(sequence, length)
+        if hit is not None:
+            length = hit.num_tokens
+        shared = self.prefix_source.find_shared(sequence, length, self._cells_at_hand)
+        if shared is not None:
+            return shared.num_tokens, shared.entry
         if hit is None:
             return length, None
         return hit.num_tokens, None if hit.entry.is_in_ram else hit.entry

@@ -18,6 +18,16 @@ from stoker.kv.sequence import ParkForm, Sequence
 
 MIN_GAIN = 16
 """The least that this may be; a copy to a device takes longer than computing so few, see `KVAllocator`."""
+ComputeTime = Callable[[int], float | None]
+"""Seconds that computing so many tokens takes; None: nothing was measured."""
+
+
+def unknown(num_tokens: int) -> float | None:
+    """Of a machine on which nothing was measured."""
+    del num_tokens
+    return None
+
+
 MAX_IMPORT = 64
 """How many times as long as what is used of it a state may be: a copied token costs a hundredth."""
 
@@ -28,6 +38,7 @@ class PrefixSource:
     Attributes:
         now: the time of the turn, set by the allocator.
         least_gain: tokens more that a stored state has to save than cells at hand; set by the allocator.
+        compute_s: what computing tokens takes; set by the allocator.
         prefix_statistics: what prompts cost and what was saved of it.
     """
 
@@ -36,6 +47,7 @@ class PrefixSource:
         self.cache = cache
         self.now = 0.0
         self.least_gain = MIN_GAIN
+        self.compute_s: ComputeTime = unknown
         self.prefix_statistics = PrefixStatistics()
         self._asked: tuple[list[int], int, bytes] = ([], 0, b"")
 
@@ -58,6 +70,30 @@ class PrefixSource:
                 return hit
         return None
 
+    def find_shared(self, sequence: Sequence, num_known: int, num_cells: Callable[[], int]) -> Hit | None:
+        """A state in the shared store that is got quicker than computed; each sequence waits for one at most.
+
+        Args:
+            sequence: that is about to begin.
+            num_known: tokens of it that are at hand.
+            num_cells: the most tokens that such a state may have.
+        """
+        shared, is_asked = self.cache.shared, sequence.has_asked_store
+        if shared is None or is_asked or not self.limits.cache_mode.keeps_snapshots:
+            return None
+        if sequence.wants_prompt_logits or not sequence.shares:
+            return None
+        key, is_exact = self._key(sequence.tokens), not self.limits.can_trim
+        hit = shared.find(sequence.namespace, key, num_known, self.compute_s, is_exact=is_exact)
+        if hit is None or hit.entry.num_tokens > min(num_cells(), hit.num_tokens * MAX_IMPORT):
+            return None
+        entry = hit.entry
+        is_known = self.cache.index.get(entry.namespace, entry.key) is not None
+        if is_known or not self.cache.can_fetch(entry) or not self.can_store:
+            return None
+        entry.source = self.limits.source
+        return hit
+
     def _key(self, tokens: list[int]) -> bytes:
         """The key of a whole prompt, kept for the next call: an admission asks several times in a row."""
         asked, length, key = self._asked
@@ -73,7 +109,8 @@ class PrefixSource:
                 self.release(sequence)  # what it had fetched is superfluous by now
             return
         is_fetched = sequence.entry is entry
-        self.note_source(sequence, CacheSource.DISK if is_fetched else CacheSource.RAM)
+        fetched_from = CacheSource.DISK if entry.copy is None else CacheSource.STORE
+        self.note_source(sequence, fetched_from if is_fetched else CacheSource.RAM)
         entry.lease(sequence.key)
         if not is_fetched:
             self.release(sequence)
@@ -104,8 +141,9 @@ class PrefixSource:
             sequence.num_cached, sequence.cache_source = 0, None
 
     def fetch(self, sequence: Sequence, entry: Entry) -> None:
-        """Have a state read from disk for it; it waits in the queue until that has ended."""
+        """Have a state read for it, from disk or the shared store; it waits in the queue until then."""
         self.release(sequence)
+        sequence.has_asked_store |= entry.state is EntryState.SHARED
         sequence.entry = entry
         self.cache.fetch(entry, sequence.key)
 
@@ -189,6 +227,7 @@ class PrefixSource:
             is_private=not (sequence.shares and self.limits.cache_mode.keeps_snapshots),
             is_exact=not self.limits.can_trim,
             is_background=sequence.is_background,
+            is_shareable=True,
         )
 
 

@@ -131,6 +131,7 @@ class Sequence:
         parked_slot: the slot that keeps its cells, for the form CELLS.
         entry: the stored state it goes on from, leased by it: its own of the form SNAPSHOT, or another's that
             is being read or put into its slot.
+        has_asked_store: a state was read for it from the shared store, or was not to be had.
         is_importing: its slot gets its tokens from `entry` before the next step.
         namespace: who may share what is computed for it (SPEC C1).
         shares: whether it uses what others computed, and they use its own (SPEC C10).
@@ -173,6 +174,7 @@ class Sequence:
     form: ParkForm | None = None
     parked_slot: int | None = None
     entry: Entry | None = None
+    has_asked_store: bool = False
     is_importing: bool = False
     namespace: bytes = b""
     shares: bool = True

@@ -74,7 +74,7 @@ class LlamaBackend:
         ModelLoadError: a recurrent model's state has a layout that is not known here.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - the parts of one model, and what names its states
         self,
         model: LlamaModel,
         context: LlamaContext,
@@ -82,11 +82,12 @@ class LlamaBackend:
         vision_context: VisionContext = BLIND,
         *,
         n_ctx: int = 0,
+        content: str = "",
     ) -> None:
         self._model = model
         self._context = context
         self._vision = vision_context.vision
-        self._states = SequenceStates(model, context, fingerprint(header.path))
+        self._states = SequenceStates(model, context, content or fingerprint(header.path))
         self._recurrent = RecurrentStates(model, context) if model.is_recurrent else None
         self._hidden = HiddenStates(model, context)
         self._capabilities = dataclasses.replace(
@@ -417,6 +418,7 @@ def _put_together(spec: ModelSpec, header: GgufHeader, options: ModelOptions) ->
             header,
             vision_context,
             n_ctx=spec.n_ctx if spec.num_cells or context.has_streams else 0,
+            content=spec.content,
         )
         made.pop_all()
     found = backend.capabilities

@@ -107,15 +107,15 @@ def _capabilities(folder: ModelFolder, spec: ModelSpec, network: Network) -> Cap
         can_fork=can_go_back,
         computes_on_cpu=not is_on_device,
         is_async=is_on_device,
-        fingerprint=_fingerprint(folder, network),
+        fingerprint=_fingerprint(spec.content or folder.fingerprint, network),
         state_layout=network.layout,
         adapters=tuple(network.adapted.fingerprints.items()),
     )
 
 
-def _fingerprint(folder: ModelFolder, network: Network) -> str:
+def _fingerprint(files: str, network: Network) -> str:
     """Differs wherever an exported state would not fit."""
-    parts = (folder.fingerprint, network.kv_type, network.n_vocab, *map(_version, _LIBRARIES))
+    parts = (files, network.kv_type, network.n_vocab, *map(_version, _LIBRARIES))
     return hashlib.blake2b(msgspec.json.encode(parts), digest_size=16).hexdigest()
 
 

@@ -127,6 +127,11 @@ def head_of(new: NewPrefix, payload: memoryview) -> bytes:
     return _HEAD.pack(*fields, _crc(_HEAD.pack(*fields, 0), rest)) + rest
 
 
+def head_bytes(model: str, count: int) -> int:
+    """Bytes before the state in a file for so many tokens that names no path."""
+    return _HEAD.size + len(_encode(model)) + count * TOKEN_BYTES
+
+
 def encode(new: NewPrefix, payload: memoryview) -> bytes:
     """A whole file as bytes."""
     return b"".join((head_of(new, payload), payload))

@@ -10,8 +10,10 @@ import json
 import os
 import platform
 import tempfile
+import threading
 from dataclasses import asdict
 from pathlib import Path
+from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -31,7 +33,7 @@ from stoker.machine.thermal import Heat, heat_source
 from stoker.models.projector import is_projector
 from stoker.models.store import ModelStore
 from stoker.private import make_folder
-from stoker.wording import size_text
+from stoker.wording import count_text, size_text
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -52,6 +54,8 @@ WHEN_OTHERS_COMPUTE = (
     "the threads of a step wait for each other, so one core shared with another program slows all of them; "
     "then fewer threads are used, within a second, until the cores are free again"
 )
+STORE_LIMIT_S = 15.0
+_STORE_REMEDY = "correct prefix_store or what it needs; without it each machine computes for itself"
 _LET_COOL = "let it cool: until then background work waits and no model is loaded"
 REBUILD = "rebuild it: make rebuild"
 
@@ -99,6 +103,7 @@ def examine(settings: EngineSettings) -> list[Finding]:
         _pressure(measure(Sources(memory_limit=settings.memory_limit))),
         _heat(settings),
         _cache_dir(settings.cache_dir),
+        *prefix_store(settings.prefix_store),
         *_models(found, settings),
         *_calibrations(usable, settings),
         *_smoke(usable, settings),
@@ -282,6 +287,34 @@ def _cache_dir(folder: Path) -> Finding:
         remedy = "make it writable, or choose another with STOKER_CACHE_DIR or --cache-dir"
         return Finding("cache", Level.BROKEN, f"{folder} cannot be written: {error.strerror}", remedy)
     return Finding("cache", Level.OK, str(folder))
+
+
+def prefix_store(url: str | None, limit_s: float = STORE_LIMIT_S) -> Iterator[Finding]:
+    """The store of prefixes that machines share: a small file goes there and back, within `limit_s`."""
+    if url is None:
+        return
+    from stoker.cache.shared.files import SharedFiles
+
+    files = SharedFiles(url)
+    found: SimpleQueue[Finding] = SimpleQueue()
+
+    def look() -> None:
+        try:
+            latency_s, listed = files.probe(), files.list()
+        except MachineSetupError as error:
+            found.put(Finding("store", Level.BROKEN, error.message, _STORE_REMEDY))
+            return
+        count = count_text(len(listed), "shared prefix", "shared prefixes")
+        size = size_text(sum(file.has_bytes for file in listed))
+        text = f"{files.url}: {count}, {size}, a read takes {latency_s * 1000:.1f} ms"
+        found.put(Finding("store", Level.OK, text))
+
+    threading.Thread(target=look, name="stoker-store-look", daemon=True).start()  # it may hang for good
+    try:
+        yield found.get(timeout=limit_s)
+    except Empty:
+        text = f"the prefix store {files.url} does not answer within {limit_s:g} s"
+        yield Finding("store", Level.BROKEN, text, _STORE_REMEDY)
 
 
 def _models(found: list[ModelFile], settings: EngineSettings) -> Iterator[Finding]:

@@ -26,7 +26,8 @@ PANELS = {
     "Devices": """backend gpu_layers device split_mode tensor_split main_gpu cpu_moe kv_type kv_layout mmap
         kv_offload expert_budget placement device_lease""",
     "Memory": "memory_limit memory_margin park_bytes",
-    "Cache": "cache_mode cache_ram_bytes cache_disk_bytes cache_dir states_dir",
+    "Cache": """cache_mode cache_ram_bytes cache_disk_bytes prefix_store prefix_store_bytes
+        prefix_store_ttl_s cache_dir states_dir""",
     "Images, sound, documents": """mmproj image_roots allow_http_images max_images max_image_bytes
         max_image_pixels image_edge max_audio_bytes max_audio_seconds max_document_bytes max_document_pages
         max_document_chars max_document_seconds""",

@@ -234,12 +234,22 @@ class LoadThreads:
         cache_dir: results of smoke decodes.
         devices: takes the lease of what a model is loaded on.
         models: reads their headers.
+        reads_whole: models are told apart by all that their files hold, as other machines use their states.
 
     Attributes:
         lost: devices that have ended engines, and how often: at MAX_LOSSES one is left out.
     """
 
-    def __init__(self, inbox: Inbox, cache_dir: Path, devices: HeldDevices, models: OpenModels) -> None:
+    def __init__(
+        self,
+        inbox: Inbox,
+        cache_dir: Path,
+        devices: HeldDevices,
+        models: OpenModels,
+        *,
+        reads_whole: bool = False,
+    ) -> None:
+        self._reads_whole = reads_whole
         self._inbox = inbox
         self._cache_dir = cache_dir
         self._devices = devices
@@ -296,13 +306,21 @@ class LoadThreads:
             if is_suspect:
                 model.try_out(spec, context)
             prove(_entry(spec), spec, model.describe(), context, is_suspect=is_suspect)
-            backend = model.load(spec, context)
+            backend = model.load(self._with_content(spec, lambda: moved(0.0)), context)
             n_vocab = backend.capabilities.n_vocab
             return Loaded(
                 load, spec.path, backend, digests_of(backend.vocabulary, n_vocab, has_ways=has_ways)
             )
 
         self._post(self._loader, answer, lambda error: LoadFailed(load, error))
+
+    def _with_content(self, spec: ModelSpec, on_read: Callable[[], None]) -> ModelSpec:
+        path = Path(spec.path)
+        if not self._reads_whole or not path.exists():
+            return spec
+        from stoker.models.contents import content_digest  # noqa: PLC0415 - only where a store is shared
+
+        return msgspec.structs.replace(spec, content=content_digest(path, self._cache_dir, on_read))
 
     def _open(self, spec: ModelSpec) -> ModelReader:
         """Raises BackendUnavailableError where a library that it takes is not installed."""

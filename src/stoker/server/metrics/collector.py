@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
     from prometheus_client.core import Metric
 
+    from stoker.ipc.shared_store import SharedStoreStatus
     from stoker.ipc.status import CacheStatus, EngineStatus, ExitStatus, ModelStatus
     from stoker.runtime import RuntimeStatus
 
@@ -166,6 +167,18 @@ def _cached(figures: Mapping[str, float]) -> Iterable[Metric]:
     yield counters("cached_tokens", text, "source", tokens)
     text = "Admitted requests that the cache had something for, by where it was."
     yield counters("cache_hits", text, "source", hits)
+    for name, text in (
+        ("puts", "Prefixes that were put into the shared store."),
+        ("put_bytes", "Bytes that were put there."),
+        ("gets", "Prefixes that were asked of the shared store."),
+        ("got_bytes", "Bytes that came from there."),
+        ("lost", "Prefixes that were gone or damaged when they were asked for."),
+        ("late", "Prefixes that did not come in time and were computed."),
+        ("slower", "Looks at a prefix there that is computed as quickly as it is got."),
+        ("failures", "Calls of the shared store that failed or took too long."),
+        ("removed", "Files that were removed from there, for their age or for room."),
+    ):
+        yield counter(f"prefix_store_{name}", text, figures.get(f"prefix_store_{name}_total", 0.0))
 
 
 def _stored(engine: EngineStatus) -> Iterable[Metric]:
@@ -188,3 +201,15 @@ def _tiers(cache: CacheStatus) -> Iterable[Metric]:
     yield gauge("cache_unsaved", "Stored prefixes that are not on disk yet.", cache.num_unsaved)
     problem = float(bool(cache.disk_problem))
     yield gauge("cache_disk_problem", "1: the disk tier is wanted and cannot be used.", problem)
+    yield from _shared(cache.shared)
+
+
+def _shared(store: SharedStoreStatus | None) -> Iterable[Metric]:
+    size, usable = (store.size_bytes, store.num_usable) if store else (0, 0)
+    yield gauge("prefix_store_bytes", "Bytes of all machines in the shared store, at the last listing.", size)
+    yield gauge("prefix_store_entries", "Prefixes there of models in memory here.", usable)
+    rate, latency_s = (store.bytes_per_s, store.latency_ms / _MILLISECONDS) if store else (0.0, 0.0)
+    yield gauge("prefix_store_bytes_per_second", "Bandwidth of the shared store as measured here.", rate)
+    yield gauge("prefix_store_latency_seconds", "Of a call of it.", latency_s)
+    problem = float(bool(store and store.problem))
+    yield gauge("prefix_store_problem", "1: the shared store is left alone for a while.", problem)

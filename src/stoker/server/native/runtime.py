@@ -219,7 +219,7 @@ def _redacted(status: RuntimeStatus, caller: Identity, owner_of: Callable[[str],
         parked=waiting(engine.parked),
         paused=waiting(engine.paused),
         models=_unexplained(engine.models),
-        cache=replace(cache, disk_problem=""),
+        cache=replace(cache, disk_problem="", shared=None),
         prefixes=[],
         machines=[],
     )

@@ -1,0 +1,1 @@
+"""A store of prefixes that several machines share: its files, its rule, its tier."""
