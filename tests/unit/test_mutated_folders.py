@@ -6,6 +6,7 @@ import copy
 import json
 import os
 import random
+import re
 import shutil
 import subprocess
 import sys
@@ -19,7 +20,7 @@ import pytest
 from model_folders import tiny_adapter, tiny_folder
 from stoker.backends.mlx.reader import FolderReader, open_model
 from stoker.backends.protocol.backend import BatchPlan, PlanItem
-from stoker.errors import StokerError
+from stoker.errors import ModelFileError, StokerError
 from stoker.ipc.model import ModelSpec
 from stoker.models.folders.adapters import check_fits_folder, read_folder_adapter
 from stoker.models.folders.folder import ModelFolder
@@ -176,6 +177,35 @@ def main(sound: Path, seeds: list[int]) -> None:
         print(seed, _damaged(sound, sound.parent / "loaded", seed, _load) or "loaded", flush=True)  # noqa: T201
 
 
+def agree(sound: Path, seeds: range) -> None:
+    """In a process of its own: change the config by each seed, and say where reading and loading differ."""
+    file = sound / "config.json"
+    config = json.loads(file.read_text())
+    for seed in seeds:
+        changed = _change_json(config, random.Random(seed))
+        file.write_text(json.dumps(changed))
+        read, loaded = _look(sound), _load(sound)
+        if bool(read) != bool(loaded):
+            print(f"seed {seed}: read {read!r}, loaded {loaded!r}: {changed}"[:500])  # noqa: T201
+    print("done", flush=True)  # noqa: T201
+
+
+def _in_a_process(call: str) -> subprocess.CompletedProcess[str]:
+    """A call of this module in a process of its own."""
+    where = os.pathsep.join([*map(str, (Path(__file__).parent, Path(__file__).parents[1])), *sys.path])
+    return subprocess.run(
+        [
+            sys.executable,
+            "-c",
+            f"import {Path(__file__).stem} as here; from pathlib import Path; here.{call}",
+        ],
+        capture_output=True,
+        check=False,
+        text=True,
+        env=os.environ | {"PYTHONPATH": where},
+    )
+
+
 def _damaged(sound: Path, folder: Path, seed: int, call: Callable[[Path], str]) -> str:
     shutil.copytree(sound, folder)
     done = _mutate(folder, random.Random(seed))
@@ -206,19 +236,62 @@ def test_what_can_be_read_of_damage_is_loaded_or_refused_without_a_crash(
 ) -> None:
     """F6: in a process of its own, which outlives all of them."""
     seeds = [seed for seed, code in found.items() if not code]
-    begin = f"import {Path(__file__).stem} as here; from pathlib import Path"
-    code = f"{begin}; here.main(Path({str(sound)!r}), {seeds})"
-    where = os.pathsep.join([*map(str, (Path(__file__).parent, Path(__file__).parents[1])), *sys.path])
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        capture_output=True,
-        check=False,
-        text=True,
-        env=os.environ | {"PYTHONPATH": where},
-    )
+    done = _in_a_process(f"main(Path({str(sound)!r}), {seeds})")
     said = dict(line.split(maxsplit=1) for line in done.stdout.splitlines())
     assert (done.returncode, len(said)) == (0, len(seeds)), done.stderr[-2000:]
-    assert set(said.values()) == {"loaded", "model_load_failed"}
+    assert set(said.values()) == {"loaded"}  # reading has refused what a load would refuse
+
+
+@pytest.mark.skipif(find_spec("mlx_lm") is None, reason="the extra mlx is not installed")
+@pytest.mark.slow
+def test_what_a_load_would_refuse_of_a_config_its_plan_refuses(tmp_path: Path) -> None:
+    """F6: a plan that says `fits` of a plain transformer is kept by the load."""
+    sound = tiny_folder(tmp_path / "model")
+    done = _in_a_process(f"agree(Path({str(sound)!r}), range(300))")
+    assert (done.returncode, done.stdout) == (0, "done\n"), done.stderr[-2000:]
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"num_attention_heads": 3}, "q_proj.weight of layer 0 has 64 rows; by num_attention_heads"),
+        ({"num_attention_heads": 3, "head_dim": None}, "num_attention_heads is 3, which does not divide 64"),
+        ({"num_hidden_layers": 2}, "num_hidden_layers is 2, the tensors are of 3 layers"),
+        ({"tie_word_embeddings": False}, "there is no lm_head.weight"),
+        ({"quantization": {"bits": 4, "group_size": 32}}, "its weights are not quantised"),
+    ],
+)
+def test_a_config_that_its_tensors_contradict_is_refused_before_a_load(
+    tmp_path: Path, changes: dict[str, Any], said: str
+) -> None:
+    """F6: with the name of the value, by the headers alone."""
+    folder = tiny_folder(tmp_path / "model")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | changes))
+    with pytest.raises(ModelFileError, match=re.escape(said)):
+        open_model(str(folder)).describe()
+
+
+@pytest.mark.skipif(find_spec("mlx_lm") is None, reason="the extra mlx is not installed")
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"rope_theta": "x"}, "rope_theta is 'x', a number is needed"),
+        ({"rope_scaling": 5}, "rope_scaling is '5', an object is needed"),
+        ({"rms_norm_eps": -1}, "rms_norm_eps is '-1', a number above 0 is needed"),
+        ({"rms_norm_eps": None}, "rms_norm_eps is missing"),
+    ],
+)
+def test_a_value_that_its_model_cannot_have_is_refused_before_a_load(
+    tmp_path: Path, changes: dict[str, Any], said: str
+) -> None:
+    """F6: as the installed mlx-lm has it; None is one that is gone."""
+    folder = tiny_folder(tmp_path / "model")
+    config = json.loads((folder / "config.json").read_text()) | changes
+    kept = {name: value for name, value in config.items() if value is not None}
+    (folder / "config.json").write_text(json.dumps(kept))
+    with pytest.raises(ModelFileError, match=re.escape(said)):
+        open_model(str(folder)).describe()
 
 
 def test_damaged_adapters_are_typed_errors_or_adapters(sound: Path, tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from stoker.models.folders.agreement import check_plain, check_quantisation
 from stoker.models.folders.config import MAX_LAYERS
 
 if TYPE_CHECKING:
@@ -99,6 +100,8 @@ def read_layers(folder: ModelFolder) -> FolderLayers:
     if not set(range(count)) <= set(parts):
         text = f"num_hidden_layers is {count}, the tensors are of {len(parts)} layers up to {max(parts)}"
         raise config.broken(text)
+    check_quantisation(folder)
+    check_plain(folder, parts)
     window = config.optional(*_WINDOWS, low=0, high=2**31 - 1) or 0
     windowed = _windowed(config, count) if window else frozenset()
     shared = count - (config.optional("num_kv_shared_layers", high=MAX_LAYERS) or 0)
