@@ -15,14 +15,18 @@ import time
 from itertools import count
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import httpx
 import msgspec
+import numpy as np
 
 from bench.errors import BenchError
 from bench.prompts import random_prompt
 from stoker.scheduler.cost import StepCost
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
 
 WAIT_S = 20.0
 """Averages of `/v1/runtime` are of the last 15 s."""
@@ -79,6 +83,34 @@ PRESETS = {
         " 64 streams; llama-bench reads 22,100 tokens/s)",
     ),
 }
+
+
+class Steps(NamedTuple):
+    """Steps that a machine has told of: how many, their seconds, and the tokens of all of them."""
+
+    num: int
+    took_s: float
+    num_tokens: float
+
+
+def fitted(told: Iterable[Steps], like: Costs) -> Costs:
+    """Costs of a machine as it was among others: so much a step and so much a token, by least squares.
+
+    Args:
+        told: steps of the time that is meant.
+        like: of the same machine, for what steps do not tell.
+
+    Raises:
+        BenchError: they are too few, or all alike.
+    """
+    rows = [each for each in told if each.num and each.took_s]
+    sizes = np.array([[each.num, each.num_tokens] for each in rows]).reshape(-1, 2)
+    took_s = np.array([each.took_s for each in rows])
+    (step_s, token_s), _, rank, _ = np.linalg.lstsq(sizes, took_s, rcond=None)
+    if rank < sizes.shape[1] or token_s <= 0:
+        raise BenchError(f"{len(rows)} reports of steps do not tell what a step and a token cost")
+    points = ((num, max(step_s, 0.0) + num * token_s) for num in (1, like.slots, BATCH_TOKENS))
+    return msgspec.structs.replace(like, steps=tuple((num, float(each_s)) for num, each_s in points))
 
 
 def read(name: str) -> Costs:

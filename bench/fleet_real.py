@@ -6,9 +6,9 @@
         --scale 1 --min-system 1100
 
 `agree` measures the costs of steps at one of the machines, plays a trace of some minutes against all of them
-and the same trace in the simulator with those costs, and prints figures of both. `background` plays a trace
-of people with jobs on every machine, in turns through the gate and with each machine asked by its own third
-of them.
+and the same trace in the simulator, with those costs and with those that steps had meanwhile, in company, and
+prints figures of all. `background` plays a trace of people with jobs on every machine, in turns through the
+gate and with each machine asked by its own third of them.
 
 Servers, gate and clients share this machine. Each server computes with one thread; with a real model at a
 load that lets them rarely compute at once (`--load`), as two cores do not carry three. A `fake:` model
@@ -32,7 +32,7 @@ from typing import TYPE_CHECKING
 import httpx
 
 from bench.errors import BenchError
-from bench.fleet_costs import measured, read
+from bench.fleet_costs import fitted, measured, read
 from bench.fleet_figures import at
 from bench.fleet_play import Fleet, Plan
 from bench.fleet_policies import Routed
@@ -101,15 +101,24 @@ async def agree(given: argparse.Namespace, servers: Site, http: httpx.AsyncClien
             arrivals(plan)
         )
         served = measured_figures(answers, await homes.of(answers))
-    played = simulated(plan, frame)
+    company = fitted(homes.steps, costs)
     return {
         "model": given.model,
-        "costs": costs.steps,
         "requests": plan.requests,
-        "servers": {name: round(value, 4) for name, value in served.items()},
-        "simulator": {name: round(value, 4) for name, value in played.items()},
-        "ratios": {name: round(played[name] / served[name], 3) for name in COMPARED if served[name]},
+        "servers": _rounded(served),
+        "costs_before": _compared(plan, frame, costs, served),
+        "costs_in_company": _compared(plan, frame, company, served),
     }
+
+
+def _compared(plan: Plan, frame: Frame, costs: Costs, served: dict[str, float]) -> dict[str, object]:
+    played = simulated(plan, frame, costs)
+    ratios = {name: played[name] / served[name] for name in COMPARED if served[name]}
+    return {"steps": costs.steps, "simulator": _rounded(played), "ratios": _rounded(ratios)}
+
+
+def _rounded(found: dict[str, float]) -> dict[str, float]:
+    return {name: round(value, 4) for name, value in found.items()}
 
 
 def measured_figures(answers: Sequence[Answered], homes: dict[str, str]) -> dict[str, float]:
@@ -136,11 +145,12 @@ def measured_figures(answers: Sequence[Answered], homes: dict[str, str]) -> dict
     }
 
 
-def simulated(plan: Plan, frame: Frame) -> dict[str, float]:
-    """The same trace in the simulator: medians over sites whose machines have other names."""
+def simulated(plan: Plan, frame: Frame, costs: Costs) -> dict[str, float]:
+    """The plan's trace at machines of these costs: medians over sites whose machines have other names."""
     runs = []
     for number in range(NUM_SITES):
-        fleet = Fleet(replace(plan, site=f"site{number}."), Routed(), map(frame.around, arrivals(plan)))
+        site_plan = replace(plan, site=f"site{number}.", costs=costs)
+        fleet = Fleet(site_plan, Routed(), map(frame.around, arrivals(plan)))
         runs.append(fleet.play() | {"prompt_tokens": fleet.tally.prompt})
     names = ("requests", "prompt_tokens", "job_first_token_p95_s", *COMPARED)
     found = {name: statistics.median(run[name] for run in runs) for name in names}

@@ -18,6 +18,7 @@ import httpx
 import msgspec
 
 from bench.errors import BenchError
+from bench.fleet_costs import Steps
 from bench.gate import command
 from bench.prompts import random_words
 from stoker.ipc.request import Priority
@@ -235,14 +236,18 @@ async def chunks(http: httpx.AsyncClient, url: str, body: dict[str, Any]) -> Asy
 
 
 class Homes:
-    """Which machine answered each request, as the machines say it.
+    """What machines say while requests are there: which of them answered each, and what steps took.
 
     Args:
         http: to listen with.
         machines: their addresses.
+
+    Attributes:
+        steps: of all machines, as they told them.
     """
 
     def __init__(self, http: httpx.AsyncClient, machines: Sequence[str]) -> None:
+        self.steps: list[Steps] = []
         self._http = http
         self._machines = machines
         self._home: dict[str, str] = {}
@@ -279,6 +284,10 @@ class Homes:
                 event = json.loads(line.removeprefix("data: "))
                 async with self._news:
                     self._num_open += event["event"] == "snapshot"
+                    if event["event"] == "steps":
+                        num = event["num_steps"]
+                        num_tokens = event["prompt_tokens"] + event["rows"] * num
+                        self.steps.append(Steps(num, num * event["step_ms"] / 1000, num_tokens))
                     if event["event"] == "request" and event["what"] == "finished":
                         self._home[event["request_id"].partition(".hop")[0]] = url
                     self._news.notify_all()

@@ -5,8 +5,9 @@ from dataclasses import replace
 from itertools import islice
 
 import pytest
+from bench.errors import BenchError
 from bench.fleet import main
-from bench.fleet_costs import PRESETS, Costs, read
+from bench.fleet_costs import PRESETS, Costs, Steps, fitted, read
 from bench.fleet_machine import JOBS, PEOPLE, Job, Machine, Pace, PrefixCache
 from bench.fleet_play import Fleet, Plan, played
 from bench.fleet_policies import POLICIES, Routed
@@ -298,6 +299,17 @@ def test_costs_are_read_from_a_file_and_a_wrong_one_is_named(tmp_path, capsys):
     path.write_text('{"steps": 4}')
     assert main(["--costs", str(path), "--machines", "2", "--requests", "10"]) == 1
     assert "no file of costs" in capsys.readouterr().err
+
+
+def test_costs_in_company_are_fitted_to_what_steps_took():
+    """So much a step and a token, whatever a report has of each; reports that are all alike are refused."""
+    sizes = ((4, 4), (10, 20), (2, 700), (1, 512), (0, 0))
+    told = [Steps(num, 0.01 * num + 0.002 * num_tokens, num_tokens) for num, num_tokens in sizes]
+    costs = fitted(told, Costs(steps=((1, 9.0),), slots=4))
+    assert [num for num, _ in costs.steps] == [1, 4, 512]
+    assert [took_s for _, took_s in costs.steps] == pytest.approx([0.012, 0.018, 1.034])
+    with pytest.raises(BenchError, match="1 reports"):
+        fitted(told[:1], costs)
 
 
 def test_the_command_prints_a_row_a_policy(capsys):
