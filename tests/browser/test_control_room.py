@@ -68,16 +68,18 @@ async def test_a_bar_that_is_over_moves_with_all_others_and_is_not_drawn_again(o
         page = await open_page(server.url)
         ended, text = await server.begin(max_tokens=2)
         await text
-        _, running = await server.begin(max_tokens=200)
-        bar, moving = bars(page, ended), page.locator(".canvas .moving")
+        going, running = await server.begin(max_tokens=200)
+        bar, grows, moving = bars(page, ended), bars(page, going), page.locator(".canvas .moving")
         await expect(bar).to_have_count(1)
+        await expect(grows).to_have_count(1)
         await page.evaluate(CHANGES_OF_BARS)
+        label = await grows.get_attribute("aria-label")
         before = await moving.get_attribute("style")
         await expect(moving).not_to_have_attribute("style", before)
-        await page.wait_for_function("window.changed.some((label) => label)")
+        await expect(grows).not_to_have_attribute("aria-label", label)
         changed = set(await page.evaluate("window.changed"))
-        assert await bar.get_attribute("aria-label") not in changed
         assert changed - {None}, "the one that runs grew"
+        assert await bar.get_attribute("aria-label") not in changed
         await running
 
 
