@@ -163,6 +163,13 @@ def serve():
     return serving
 
 
+@pytest.fixture(scope="session")
+def gate_to():
+    """Start a gate before the servers at these URLs."""
+    fixed = ("--port", "0", "--quiet", "--drain-s", "0")
+    return lambda *urls: command("gate", *(word for url in urls for word in ("--peer", url)), *fixed)
+
+
 @pytest_asyncio.fixture(scope="session", loop_scope="session")
 async def server(browser, tmp_path_factory):
     """One server for all tests that need no other: a model of the fake backend, quick."""

@@ -314,6 +314,54 @@ async def test_work_without_a_slot_has_a_lane_of_its_own(page):
     await expect(page.locator(".lane-name")).to_have_text(["slot 0", "slot 1", "no slot"])
 
 
+def machine(name, first, **fields):
+    """A machine of a gate with two slots, as its event tells of it."""
+    return {"name": name, "state": "up", "slots": {"chat": [first, 2]}, "models": ["chat"], **fields}
+
+
+async def test_lanes_of_a_site_stand_under_their_machines(page):
+    """U14: slots as each machine counts them; who goes to another machine is drawn as a hand-over."""
+    lost = [machine("a", 0, state="down"), machine("b", 2)]
+    documents = [
+        snapshot(machines=[machine("a", 0), machine("b", 2)]),
+        arrived("r", START + 1),
+        moved("r", START + 1.1, "prefill", slot=1, reason="slot 1, 0 tokens reused, at a"),
+        moved("r", START + 2, "decode", slot=1),
+        moved("r", START + 5, "parked", reason="the machine at a was lost"),
+        {"event": "machines", "at": START + 5.1, "id": "x", "machines": lost},
+        moved("r", START + 5.5, "prefill", slot=2, reason="slot 0, 0 tokens reused, at b"),
+        moved("r", START + 5.6, "decode", slot=2),
+        arrived("waits", START + 6),
+        moved("waits", START + 6.1, "queued", reason="no free slot"),
+    ]
+    found = await page.evaluate(
+        """(documents) => {
+            const state = after(documents);
+            const { models, handovers } = lanesOf(state, state.at + 5);
+            const barsIn = (lane) => [lane.number, lane.bars.length];
+            const lanes = models.map((model) => [model.title, model.lanes.map(barsIn)]);
+            const given = handovers.map((each) => [each.giver.slot, each.taker.slot]);
+            const told = storyOf(state.live.get("r"), state.at).map((each) => each.text);
+            return { lanes, given, lines: models.map((model) => model.line.rows.length), told };
+        }""",
+        documents,
+    )
+    in_a, in_b = [[0, 0], [1, 1]], [[0, 1], [1, 0]]
+    assert found["lanes"] == [["a (down), chat", in_a], ["b, chat", in_b], ["chat", []]]
+    assert found["given"] == [[1, 2]]
+    assert found["lines"] == [0, 0, 1]
+    assert found["told"][-2:] == ["goes on in slot 0, 0 tokens reused, at b", "writes on in slot 0"]
+    gone = {"event": "machines", "at": START + 9, "id": "x", "machines": [machine("b", 2)]}
+    titles = await page.evaluate(
+        """(documents) => {
+            const state = after(documents);
+            return lanesOf(state, state.at + 400).models.map((model) => [model.title, model.lanes.length]);
+        }""",
+        [*documents, gone],
+    )
+    assert titles == [["b, chat", 2], ["chat", 0]]
+
+
 async def test_no_two_lines_of_the_ledger_have_one_name(page):
     """U10: models have a line `other`; what no line explains is another."""
     found = await page.evaluate("ledgerOf({ other: 22, weights: 90, disk: 7 }, 161)")
@@ -347,16 +395,18 @@ async def test_a_crowd_of_short_requests_is_drawn_as_a_few_bars(page):
 
 MOUNT = """async (documents) => {
     const app = document.querySelector('script[type=module]').src;
-    const [{ html, render }, { View }, { RequestDrawer }] = await Promise.all(
-        ['dom', 'views/now', 'views/request'].map((name) => import(app.replace('app.js', `${name}.js`))));
+    const names = ['dom', 'views/now', 'views/request', 'shell/place'];
+    const modules = names.map((name) => import(app.replace('app.js', `${name}.js`)));
+    const [{ html, render }, { View }, { RequestDrawer }, { place }] = await Promise.all(modules);
     const box = document.body.appendChild(document.createElement('div'));
     document.getElementById('app').remove();
     const state = after(documents);
-    const props = { state, now: state.at + 1, actions: { pause: async (id) => (window.paused = id) } };
     const may = { administrate: window.is_operator, steer: window.is_operator };
-    const show = (requestId) => render(html`<${View} ...${props} may=${may} open=${show} />
-        ${requestId && html`<${RequestDrawer} ...${{ ...props, may, requestId, open: show }} />`}`, box);
-    show(null);
+    const props = { state, now: state.at + 1, may };
+    const story = (id) => id && html`<${RequestDrawer} ...${props} requestId=${id} />`;
+    const show = () => render(html`<${View} ...${props} />${story(place.value.request)}`, box);
+    place.follow(show);
+    show();
 }"""
 
 
@@ -372,8 +422,8 @@ async def test_lanes_are_walked_by_arrow_keys_and_a_story_opens_and_closes(page)
     await page.keyboard.press("Enter")
     drawer = page.get_by_role("dialog", name="Request job")
     await expect(drawer).to_contain_text("gave its slot to person (interactive)")
-    await drawer.get_by_role("button", name="Pause").click()
-    assert await page.evaluate("window.paused") == "job"
+    async with page.expect_request("**/v1/runtime/requests/job/pause"):
+        await drawer.get_by_role("button", name="Pause").click()
     await page.keyboard.press("Escape")
     await expect(drawer).to_have_count(0)
     await expect(page.locator(".bar:focus")).to_have_attribute("aria-label", re.compile("^job"))

@@ -1,13 +1,11 @@
 /** The page: head, the tab that is shown, the story of a request beside it, dialogs and notes. */
 
 import { follow, html, render, useEffect, useErrorBoundary, useRef, useState } from "./dom.js";
-import { actions } from "./shell/actions.js";
 import { key } from "./shell/api.js";
 import { KeyDialog, KeysDialog } from "./shell/dialogs.js";
 import { line, now, open_feed, reopen_feed, state } from "./shell/feed.js";
-import { Header, switch_theme } from "./shell/header.js";
+import { Header, TABS, switch_theme } from "./shell/header.js";
 import { go, open, place } from "./shell/place.js";
-import { TABS } from "./shell/tabs.js";
 import { Toasts, close_newest } from "./shell/toasts.js";
 import { RequestDrawer } from "./views/request.js";
 
@@ -30,7 +28,7 @@ function Live({ View }) {
 	return html`<${View} ...${props()} />`;
 }
 
-const props = () => ({ state: state.value, now: now.value, actions, may: state.value.may, open });
+const props = () => ({ state: state.value, now: now.value, may: state.value.may });
 
 function Drawer() {
 	follow(place, state, now);

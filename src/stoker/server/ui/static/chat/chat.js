@@ -6,10 +6,13 @@ import { line, replay } from "../shell/feed.js";
 import { toast } from "../shell/toasts.js";
 import { Choice as Pick } from "../views/parts.js";
 import * as talk from "./conversation.js";
-import { read_images } from "./images.js";
 import { Message } from "./message.js";
 
+const MAX_IMAGES = 4;
+const MAX_IMAGE_BYTES = 8 * 2 ** 20;
 const CLASSES = ["interactive", "background"].map((name) => [name, name]);
+
+const set = (name) => (event) => talk.set_option(name, event.target.value);
 
 function useModels() {
 	follow(line);
@@ -28,7 +31,7 @@ function Choice({ models }) {
 	const { model, priority } = talk.options.value;
 	return html`<div class="choice">
 		<label>Model
-			<select value=${model || models[0]?.id} onChange=${(event) => talk.set_option("model", event.target.value)}>
+			<select value=${model || models[0]?.id} onChange=${set("model")}>
 				${models.map((one) => html`<option key=${one.id} value=${one.id}>${one.id}</option>`)}
 			</select>
 		</label>
@@ -38,7 +41,7 @@ function Choice({ models }) {
 }
 
 const field = (name, label, more) => html`<label>${label}
-	<input value=${talk.options.value[name]} ...${more} onInput=${(event) => talk.set_option(name, event.target.value)} />
+	<input value=${talk.options.value[name]} ...${more} onInput=${set(name)} />
 </label>`;
 
 function Options() {
@@ -53,11 +56,11 @@ function Options() {
 	return html`<details class="options">
 		<summary>System message, tools, sampling</summary>
 		<label>System message
-			<textarea rows="2" value=${system} onInput=${(event) => talk.set_option("system", event.target.value)}></textarea>
+			<textarea rows="2" value=${system} onInput=${set("system")}></textarea>
 		</label>
 		<label>Tools: a list of functions with name, description and parameters, as JSON; they are shown when called, and not run
 			<textarea rows="3" spellcheck="false" value=${tools} aria-invalid=${Boolean(problem)}
-				onInput=${(event) => talk.set_option("tools", event.target.value)}></textarea>
+				onInput=${set("tools")}></textarea>
 		</label>
 		${problem && html`<p class="failed">${problem}</p>`}
 		<div class="row">
@@ -65,6 +68,26 @@ function Options() {
 			${field("max_tokens", "Tokens at most", { type: "number", min: 1, step: 1, placeholder: "the server's" })}
 		</div>
 	</details>`;
+}
+
+/** The images among files as data URLs; throws an Error that says which is too much. */
+async function read_images(files, num_there) {
+	const images = [...files].filter((one) => one.type.startsWith("image/"));
+	if (!images.length) return [];
+	if (num_there + images.length > MAX_IMAGES) throw new Error(`${MAX_IMAGES} images at most`);
+	for (const one of images) {
+		if (one.size > MAX_IMAGE_BYTES) throw new Error(`${one.name || "the image"} is larger than 8 MiB`);
+	}
+	return Promise.all(images.map(data_url));
+}
+
+function data_url(file) {
+	return new Promise((resolve, reject) => {
+		const reader = new FileReader();
+		reader.onload = () => resolve(reader.result);
+		reader.onerror = () => reject(new Error(`${file.name} cannot be read`));
+		reader.readAsDataURL(file);
+	});
 }
 
 function Composer({ sees }) {

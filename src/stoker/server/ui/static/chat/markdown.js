@@ -14,39 +14,44 @@ const QUOTE = /^ {0,3}> ?(.*)$/;
 const CELLS = /^\s*\|?\s*:?-+:?\s*(\|\s*:?-+:?\s*)+\|?\s*$/;
 const MAX_DEPTH = 8;
 
-function blocks_of(text, depth = 0) {
+/** `is_item`: its first paragraph is the text of an item, and none by itself. */
+function blocks_of(text, depth = 0, is_item = false) {
 	const lines = text.split("\n");
 	const found = [];
-	for (let at = 0; at < lines.length; ) at = block(lines, at, found, depth);
+	for (let at = 0; at < lines.length; ) at = block(lines, at, found, depth, is_item);
 	return found;
 }
 
-function block(lines, at, found, depth) {
+function block(lines, at, found, depth, is_item) {
 	const text = lines[at];
 	if (!text.trim()) return at + 1;
 	const fence = text.match(FENCE);
 	if (fence) return fenced(lines, at, found, fence);
 	const heading = text.match(HEADING);
-	if (heading) {
-		found.push({ kind: "heading", level: heading[1].length, text: heading[2] });
-		return at + 1;
-	}
-	if (RULE.test(text)) {
-		found.push({ kind: "rule" });
+	if (heading || RULE.test(text)) {
+		found.push(heading ? titled(heading) : html`<hr />`);
 		return at + 1;
 	}
 	if (depth < MAX_DEPTH && QUOTE.test(text)) return quoted(lines, at, found, depth);
 	if (depth < MAX_DEPTH && ITEM.test(text)) return listed(lines, at, found, depth);
 	if (text.includes("|") && CELLS.test(lines[at + 1] ?? "")) return tabled(lines, at, found);
-	return paragraph(lines, at, found);
+	return paragraph(lines, at, found, is_item && !found.length);
 }
+
+/** Headings of the page are above it. */
+const titled = ([, { length }, text]) => html`<p class="heading" role="heading" aria-level=${Math.min(6, length + 2)}>${inline(text)}</p>`;
 
 function fenced(lines, at, found, fence) {
 	const inside = [];
 	let end = at + 1;
 	const closes = (text) => text.trim().startsWith(fence[1]) && !text.trim().slice(fence[1].length).replaceAll(fence[1][0], "");
 	while (end < lines.length && !closes(lines[end])) inside.push(lines[end++]);
-	found.push({ kind: "code", language: fence[2], text: inside.join("\n") });
+	const text = inside.join("\n");
+	const copy = () => navigator.clipboard?.writeText(text);
+	found.push(html`<figure class="code">
+		<figcaption><span>${fence[2] || "text"}</span><button class="plain" onClick=${copy}>Copy</button></figcaption>
+		<pre tabindex="0"><code>${text}</code></pre>
+	</figure>`);
 	return end + 1;
 }
 
@@ -54,7 +59,7 @@ function quoted(lines, at, found, depth) {
 	const inside = [];
 	let end = at;
 	for (let one; end < lines.length && (one = lines[end].match(QUOTE)); end += 1) inside.push(one[1]);
-	found.push({ kind: "quote", blocks: blocks_of(inside.join("\n"), depth + 1) });
+	found.push(html`<blockquote>${blocks_of(inside.join("\n"), depth + 1)}</blockquote>`);
 	return end;
 }
 
@@ -78,7 +83,8 @@ function listed(lines, at, found, depth) {
 			items.at(-1).push(lines[end].slice(Math.min(deep, indent + first[2].length + 1)));
 		} else break;
 	}
-	found.push({ kind: "list", is_ordered, start: parseInt(first[2], 10) || 1, items: items.map((one) => blocks_of(one.join("\n"), depth + 1)) });
+	const told = items.map((one) => html`<li>${blocks_of(one.join("\n"), depth + 1, true)}</li>`);
+	found.push(is_ordered ? html`<ol start=${parseInt(first[2], 10) || 1}>${told}</ol>` : html`<ul>${told}</ul>`);
 	return end;
 }
 
@@ -89,16 +95,20 @@ function tabled(lines, at, found) {
 	const rows = [];
 	let end = at + 2;
 	while (end < lines.length && lines[end].includes("|")) rows.push(cells(lines[end++]).slice(0, head.length));
-	found.push({ kind: "table", head, rows });
+	found.push(html`<div class="table" tabindex="0"><table>
+		<thead><tr>${head.map((one) => html`<th scope="col">${inline(one)}</th>`)}</tr></thead>
+		<tbody>${rows.map((row) => html`<tr>${row.map((one) => html`<td>${inline(one)}</td>`)}</tr>`)}</tbody>
+	</table></div>`);
 	return end;
 }
 
 const begins = (text) => FENCE.test(text) || HEADING.test(text) || QUOTE.test(text) || ITEM.test(text) || RULE.test(text);
 
-function paragraph(lines, at, found) {
+function paragraph(lines, at, found, is_bare) {
 	let end = at + 1;
 	while (end < lines.length && lines[end].trim() && !begins(lines[end])) end += 1;
-	found.push({ kind: "paragraph", text: lines.slice(at, end).join("\n") });
+	const nodes = inline(lines.slice(at, end).join("\n"));
+	found.push(is_bare ? nodes : html`<p>${nodes}</p>`);
 	return end;
 }
 
@@ -134,42 +144,6 @@ function link(target, label, whole, depth) {
 	return html`<a href=${target} target="_blank" rel="noopener noreferrer nofollow">${depth < MAX_DEPTH ? inline(label, MAX_DEPTH) : label}</a>`;
 }
 
-function Code({ language, text }) {
-	const copy = () => navigator.clipboard?.writeText(text);
-	return html`<figure class="code">
-		<figcaption><span>${language || "text"}</span><button class="plain" onClick=${copy}>Copy</button></figcaption>
-		<pre tabindex="0"><code>${text}</code></pre>
-	</figure>`;
-}
-
-function Table({ head, rows }) {
-	return html`<div class="table" tabindex="0"><table>
-		<thead><tr>${head.map((one) => html`<th scope="col">${inline(one)}</th>`)}</tr></thead>
-		<tbody>${rows.map((row) => html`<tr>${row.map((one) => html`<td>${inline(one)}</td>`)}</tr>`)}</tbody>
-	</table></div>`;
-}
-
-function Block(one) {
-	switch (one.kind) {
-		case "heading": // those of the page are above it
-			return html`<p class="heading" role="heading" aria-level=${Math.min(6, one.level + 2)}>${inline(one.text)}</p>`;
-		case "rule":
-			return html`<hr />`;
-		case "code":
-			return html`<${Code} language=${one.language} text=${one.text} />`;
-		case "quote":
-			return html`<blockquote>${one.blocks.map(Block)}</blockquote>`;
-		case "list": {
-			const items = one.items.map((item) => html`<li>${item.map((each, at) => (at === 0 && each.kind === "paragraph" ? inline(each.text) : Block(each)))}</li>`);
-			return one.is_ordered ? html`<ol start=${one.start}>${items}</ol>` : html`<ul>${items}</ul>`;
-		}
-		case "table":
-			return html`<${Table} head=${one.head} rows=${one.rows} />`;
-		default:
-			return html`<p>${inline(one.text)}</p>`;
-	}
-}
-
 /** Where a text may be cut: behind an empty line that is in no fence. What stands before does not change any more. */
 function pieces_of(text) {
 	const pieces = [];
@@ -190,7 +164,7 @@ function pieces_of(text) {
 }
 
 function Piece({ text }) {
-	return useMemo(() => blocks_of(text).map(Block), [text]);
+	return useMemo(() => blocks_of(text), [text]);
 }
 
 /** A text in Markdown; while it grows only its end is drawn again. */

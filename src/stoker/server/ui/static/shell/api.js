@@ -1,6 +1,7 @@
 /** Calls of the server's routes, with the key of this tab; ApiError has the server's code. */
 
 import { forTab } from "./storage.js";
+import { toast } from "./toasts.js";
 
 const stored = forTab("key");
 
@@ -53,3 +54,24 @@ async function refusal(answer) {
 export const of_request = (id, what) => `/v1/runtime/requests/${encodeURIComponent(id)}/${what}`;
 
 export const textOf = (id, signal) => document_of("GET", of_request(id, "text"), { signal });
+
+async function post(path, body = {}) {
+	try {
+		return await document_of("POST", path, { body });
+	} catch (error) {
+		toast(error);
+		throw error;
+	}
+}
+
+/** What views can do, each by one route; what goes wrong is shown, and thrown on. */
+export const actions = {
+	pause: (id) => post(of_request(id, "pause")),
+	resume: (id) => post(of_request(id, "resume")),
+	cancel: (id) => post(of_request(id, "cancel")),
+	load: (model) => post("/v1/runtime/models/load", { model }),
+	unload: (model) => post("/v1/runtime/models/unload", { model }),
+	pin: (model, pinned) => post("/v1/runtime/models/pin", { model, pinned }),
+	suspend: () => post("/v1/runtime/suspend"),
+	wake: () => post("/v1/runtime/resume"),
+};

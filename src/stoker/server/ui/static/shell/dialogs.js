@@ -16,7 +16,6 @@ function Dialog({ label, close, children }) {
 /** Asks for a key; `problem`: why. `given()` is called when there is another one. */
 export function KeyDialog({ problem, given, close }) {
 	const [text, set_text] = useState("");
-	const has_one = Boolean(key.get());
 	const use = (chosen) => {
 		key.set(chosen);
 		given();
@@ -37,7 +36,7 @@ export function KeyDialog({ problem, given, close }) {
 				value=${text} onInput=${(event) => set_text(event.target.value)} />
 			<div class="row">
 				<button type="submit">Use this key</button>
-				${has_one && html`<button type="button" class="plain" onClick=${() => use("")}>Forget the key</button>`}
+				${key.get() && html`<button type="button" class="plain" onClick=${() => use("")}>Forget the key</button>`}
 				<button type="button" class="plain" onClick=${close}>Close</button>
 			</div>
 		</form>

@@ -12,7 +12,7 @@ import { connection } from "./connection.js";
 // Drawing takes cores from the model, where it computes beside this browser.
 const PUBLISH_MS = 250;
 const CALM_MS = /^(localhost|127\..*|\[::1])$/.test(location.hostname) ? 2000 : 1000;
-const CALM = new Set(["steps", "memory", "cache", "progress", "prefill_progress"]);
+const CALM = new Set(["steps", "memory", "cache", "machines", "progress", "prefill_progress"]);
 
 export const state = signal(initialState());
 export const now = signal(0);

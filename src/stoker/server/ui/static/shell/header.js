@@ -1,12 +1,26 @@
 /** The head of the page: where one is, how the stream is, and what holds for this tab. */
 
+import { View as Chat } from "../chat/chat.js";
 import { follow, html, signal } from "../dom.js";
+import { View as Cache } from "../views/cache.js";
+import { View as History } from "../views/history.js";
+import { View as Machine } from "../views/machine.js";
+import { View as Memory } from "../views/memory.js";
+import { View as Now } from "../views/now.js";
 import { key } from "./api.js";
 import { line, now, replay, state } from "./feed.js";
 import { address } from "./place.js";
 import { forGood } from "./storage.js";
-import { TABS } from "./tabs.js";
 
+/** The tabs, and the view of each. */
+export const TABS = [
+	{ id: "now", title: "Now", View: Now },
+	{ id: "history", title: "History", View: History },
+	{ id: "memory", title: "Memory", View: Memory },
+	{ id: "cache", title: "Cache", View: Cache },
+	{ id: "machine", title: "Machine", View: Machine },
+	{ id: "chat", title: "Chat", View: Chat, is_own: true },
+];
 const OLD_AFTER_S = 12; // the server says something every ten seconds
 const THEMES = { system: "System colours", light: "Light", dark: "Dark" };
 const ICON = new URL("../icon.svg", import.meta.url).href;

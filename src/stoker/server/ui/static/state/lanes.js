@@ -17,7 +17,8 @@ const MAX_HANDOVERS = 120;
 const MIN_WAIT_S = 0.02; // a shorter wait is not drawn
 
 /**
- * {from, to, shown_s, models, handovers, outages}: `models` are {model, lanes, line}, a lane {key, slot, bars, sidings, num_hidden},
+ * {from, to, shown_s, models, handovers, outages}: `models` are {model, title, lanes, line}, of a gate once a machine, a lane
+ * {key, slot, number, bars, sidings, num_hidden}; `number` is what the machine calls its slot;
  * a bar {id, index, row, from, to, segments, num}; of bars shorter than `min_s` several (`num`) are one. The right
  * edge is `now`, the left one `span_s` before, or soon before the first request came.
  */
@@ -26,18 +27,18 @@ export function lanesOf(state, now, { span_s = LANES_SPAN_S, min_s = 0 } = {}) {
 	const age_s = Math.max(now - (rows[0]?.arrived_at ?? now), LEAST_SPAN_S);
 	const shown_s = Math.min(span_s, Math.ceil(age_s / GROWS_BY_S) * GROWS_BY_S);
 	const window = { from: now - shown_s, to: now, shown_s };
-	const models = new Map();
-	for (const { model, slot } of state.slots.values()) if (isThere(state.models.get(model), slot)) laneOf(models, model, slot);
-	for (const row of rows) placeRow(models, row, window);
+	const site = { state, groups: new Map() };
+	for (const { model, slot } of state.slots.values()) if (isThere(state, model, slot)) laneOf(site, model, slot);
+	for (const row of rows) placeRow(site, row, window);
 	const byId = new Map(rows.map((row) => [row.request_id, row]));
 	let found = [];
 	let least_s = min_s;
 	do {
-		found = [...models.values()].map((each) => finished(each, least_s));
+		found = [...site.groups.values()].map((each) => finished(each, least_s));
 		least_s = Math.max(least_s * 1.6, 0.1);
 	} while (numParts(found) > MAX_PARTS && least_s < span_s);
-	found.sort((one, other) => one.model.localeCompare(other.model));
-	const handovers = handoversOf(rows, byId, window).slice(-MAX_HANDOVERS);
+	found.sort((one, other) => one.title.localeCompare(other.title));
+	const handovers = handoversOf(rows, byId, window, state).slice(-MAX_HANDOVERS);
 	return { ...window, models: found, handovers, outages: outagesOf(state, window) };
 }
 
@@ -49,7 +50,9 @@ function numParts(models) {
 }
 
 /** Whether a lane is shown although nothing was in it. */
-function isThere(model, slot) {
+function isThere(state, id, slot) {
+	if (state.machines.length) return machineOf(state, id, slot)?.models.includes(id);
+	const model = state.models.get(id);
 	return !model || (model.state !== "absent" && slot < (model.num_slots ?? Infinity));
 }
 
@@ -65,29 +68,42 @@ function rowsIn(state, from) {
 	return rows.sort((one, other) => one.arrived_at - other.arrived_at);
 }
 
-function modelOf(models, name) {
-	if (!models.has(name)) models.set(name, { model: name, lanes: new Map(), waits: [] });
-	return models.get(name);
+/** The machine of a gate that a slot is of; undefined: it is the server's own, or that of a machine which is no more. */
+function machineOf({ machines }, model, slot) {
+	return machines.find(({ slots }) => {
+		const [first, num] = slots?.[model] ?? [];
+		return slot >= first && slot < first + num;
+	});
 }
 
-function laneOf(models, model, slot) {
-	const { lanes } = modelOf(models, model);
-	if (!lanes.has(slot)) lanes.set(slot, { key: `${model}/${slot}`, slot, bars: [], waits: [] });
+function groupOf({ groups }, model, machine) {
+	const where = machine ? `${machine.name}${machine.state === "up" ? "" : ` (${machine.state})`}, ` : "";
+	const title = where + model;
+	if (!groups.has(title)) groups.set(title, { model, title, lanes: new Map(), waits: [] });
+	return groups.get(title);
+}
+
+function laneOf(site, model, slot) {
+	const machine = machineOf(site.state, model, slot);
+	const { lanes } = groupOf(site, model, machine);
+	const number = machine ? slot - machine.slots[model][0] : slot;
+	const key = `${machine ? `${machine.name} ` : ""}${model}/${number}`;
+	if (!lanes.has(slot)) lanes.set(slot, { key, slot, number, bars: [], waits: [] });
 	return lanes.get(slot);
 }
 
-function placeRow(models, row, window) {
+function placeRow(site, row, window) {
 	if (!row.model) return;
 	for (const choice of choicesOf(row)) {
 		for (const run of choice.runs) {
 			const bar = partIn(run, row, choice.index, window);
-			if (bar) laneOf(models, row.model, run.slot).bars.push(bar);
+			if (bar) laneOf(site, row.model, run.slot).bars.push(bar);
 		}
 		for (const wait of choice.waits) {
 			const part = partIn(wait, row, choice.index, window);
 			if (!part || part.to - part.from < MIN_WAIT_S) continue;
-			if (wait.slot === null) modelOf(models, row.model).waits.push(part);
-			else laneOf(models, row.model, wait.slot).waits.push(part);
+			if (wait.slot === null) groupOf(site, row.model).waits.push(part);
+			else laneOf(site, row.model, wait.slot).waits.push(part);
 		}
 	}
 }
@@ -109,10 +125,10 @@ function partIn(part, row, index, window) {
 function finished(model, min_s) {
 	const lanes = [...model.lanes.values()].sort((one, other) => one.slot - other.slot);
 	return {
-		model: model.model,
+		...model,
 		lanes: lanes.map((lane) => {
 			const { rows, num_hidden } = stacked(lane.waits, MAX_SIDINGS, min_s);
-			return { key: lane.key, slot: lane.slot, bars: joined(lane.bars, min_s, lane.slot === NO_SLOT), sidings: rows, num_hidden };
+			return { ...lane, bars: joined(lane.bars, min_s, lane.slot === NO_SLOT), sidings: rows, num_hidden };
 		}),
 		line: stacked(model.waits, MAX_LINE_ROWS, min_s),
 	};
@@ -150,8 +166,8 @@ function joined(bars, min_s, is_shared) {
 	return found;
 }
 
-/** Where one request gave its slot to another. */
-function handoversOf(rows, byId, window) {
+/** Where one request gave its slot to another, or went from one machine to another. */
+function handoversOf(rows, byId, window, state) {
 	const found = [];
 	for (const row of rows) {
 		for (const choice of choicesOf(row)) {
@@ -165,6 +181,11 @@ function handoversOf(rows, byId, window) {
 					giver: { id: row.request_id, slot: run.slot },
 					taker: { id: segment.by, slot: taker?.slot ?? run.slot, from: taker?.from ?? segment.from },
 				});
+			});
+			choice.runs.forEach((taker, number) => {
+				const giver = choice.runs[number - 1];
+				const has_moved = giver && machineOf(state, row.model, giver.slot) !== machineOf(state, row.model, taker.slot);
+				if (has_moved && taker.from >= window.from) found.push({ at: giver.to, model: row.model, giver, taker });
 			});
 		}
 	}

@@ -10,6 +10,7 @@ export const MAX_NOTICES = 128;
 export const MAX_ENGINE_MOVES = 64;
 export const MAX_MODELS = 64;
 export const MAX_LANES = 512;
+export const MAX_MACHINES = 256;
 export const FINE_STEP_S = 1;
 export const FINE_SPAN_S = 300;
 export const COARSE_STEP_S = 10;

@@ -1,6 +1,5 @@
 /** Requests as documents tell of them: rows of the live ones, and a history. */
 
-import { interned } from "./draft.js";
 import { MAX_ENDED, MAX_LIVE, MAX_MEMBERS, MAX_MOVES, MAX_OLD_MOVES, MAX_WITH_MOVES } from "./limits.js";
 
 const TEXTS = ["model", "priority", "kind", "route", "state", "waits_for", "waited_for", "finish_reason", "cache_source", "stage"];
@@ -153,4 +152,17 @@ export function requestsReplaced(draft, doc) {
 		row.ended_at = endedAt(row);
 		remember(draft, row);
 	}
+}
+
+const known = new Map();
+const MAX_KNOWN = 4096;
+
+/** The same text as one object: thousands of moves have the same few reasons. */
+function interned(text) {
+	if (typeof text !== "string") return text;
+	const found = known.get(text);
+	if (found !== undefined) return found;
+	if (known.size >= MAX_KNOWN) known.clear();
+	known.set(text, text);
+	return text;
 }

@@ -3,8 +3,7 @@
  * documents. Every collection is bounded (`limits.js`).
  */
 
-import { Draft } from "./draft.js";
-import { MAX_ENGINE_MOVES, MAX_LANES, MAX_MODELS, MAX_NOTICES } from "./limits.js";
+import { MAX_ENGINE_MOVES, MAX_LANES, MAX_MACHINES, MAX_MODELS, MAX_NOTICES } from "./limits.js";
 import { requestMoved, requestsReplaced } from "./requests.js";
 import { tookFigures } from "./series.js";
 import { levelOf, spaced, whyOf } from "./words.js";
@@ -21,6 +20,7 @@ export function initialState() {
 		members: [], // ended requests of calls: for the lanes only
 		num_ended: 0, // since the page was opened, with those the history has dropped
 		models: new Map(), // id -> model
+		machines: [], // of a gate
 		memory: null,
 		cache: null,
 		heat: { level: "nominal" },
@@ -57,6 +57,7 @@ const APPLY = Object.assign(Object.create(null), {
 	pressure: tookPressure,
 	rung: tookRung,
 	heat: tookHeat,
+	machines: tookMachines,
 });
 
 function tookSnapshot(draft, doc) {
@@ -69,14 +70,13 @@ function tookSnapshot(draft, doc) {
 	}
 	draft.own("slots", new Map());
 	for (const slot of doc.slots ?? []) seeLane(draft, slot.model, slot.slot);
+	tookMachines(draft, doc);
 	draft.own("models", new Map((doc.models ?? []).slice(0, MAX_MODELS).map((each) => [each.model, { ...each, at: doc.at }])));
 	draft.own("steps", new Map());
 	requestsReplaced(draft, doc);
 	draft.own("exits", (doc.exits ?? []).slice(-16));
 	if (doc.engine) engineIs(draft, doc.at - (doc.engine.for_s ?? 0), doc.engine);
-	if (doc.heat) tookHeat(draft, { at: doc.at, ...doc.heat });
-	if (doc.memory) tookMemory(draft, { at: doc.at, ...doc.memory });
-	if (doc.cache) tookCache(draft, { at: doc.at, ...doc.cache });
+	for (const part of ["heat", "memory", "cache"]) if (doc[part]) APPLY[part](draft, { at: doc.at, ...doc[part] });
 	for (const each of doc.steps ?? []) draft.map("steps").set(each.model, { at: doc.at, ...each });
 }
 
@@ -93,12 +93,21 @@ function seeLane(draft, model, slot) {
 	draft.map("slots").set(key, { model, slot });
 }
 
+function tookMachines(draft, { at, machines = [] }) {
+	draft.state.machines = machines.slice(0, MAX_MACHINES).map((each) => ({ ...each, at }));
+	for (const { slots } of draft.state.machines) {
+		for (const model in slots) {
+			const [first, num] = slots[model];
+			for (let slot = first; slot < first + num; slot += 1) seeLane(draft, model, slot);
+		}
+	}
+}
+
 function tookSteps(draft, doc) {
 	draft.map("steps").set(doc.model, doc);
 	if (draft.state.steps.size > MAX_MODELS) draft.map("steps").delete(draft.state.steps.keys().next().value);
-	const total_ms = (doc.step_ms ?? 0) * (doc.num_steps ?? 0);
-	const { tokens, prompt_tokens, num_steps, longest_ms, target_ms = null } = doc;
-	const sums = { tokens, prompt_tokens, num_steps, steps_ms: total_ms };
+	const { tokens, prompt_tokens, num_steps = 0, step_ms = 0, longest_ms, target_ms = null } = doc;
+	const sums = { tokens, prompt_tokens, num_steps, steps_ms: step_ms * num_steps };
 	tookFigures(draft, doc.at, { sums, peaks: { longest_ms }, gauges: { target_ms } });
 }
 
@@ -134,8 +143,7 @@ function tookModel(draft, doc) {
 	const name = fields.model;
 	const before = draft.state.models.get(name);
 	const models = draft.map("models");
-	const cleared = { stage: "", reason: "", error: null, fraction: 0 };
-	models.set(name, { ...before, ...cleared, ...fields, at });
+	models.set(name, { ...before, stage: "", reason: "", error: null, fraction: 0, ...fields, at });
 	if (models.size > MAX_MODELS) models.delete(models.keys().next().value);
 	for (let slot = 0; doc.state === "ready" && slot < (doc.num_slots ?? 0); slot += 1) seeLane(draft, name, slot);
 	if (before?.state !== doc.state && TOLD_OF_MODELS.has(doc.state)) {
@@ -151,8 +159,7 @@ function tookEngine(draft, doc) {
 	engineIs(draft, doc.at, { ...before, restarts: (before.restarts ?? 0) + (is_exit ? 1 : 0), ...doc });
 	if (before.state !== doc.state) {
 		const why = whyOf(doc);
-		const text = `engine ${doc.state}${why && `: ${why}`}`;
-		notice(draft, doc.at, "engine", levelOf(doc.state), text);
+		notice(draft, doc.at, "engine", levelOf(doc.state), `engine ${doc.state}${why && `: ${why}`}`);
 	}
 }
 
@@ -175,8 +182,7 @@ function tookPressure(draft, doc) {
 	if (memory.pressure !== doc.level) {
 		notice(draft, doc.at, "pressure", levelOf(doc.level), `memory pressure ${doc.level}${doc.source ? ` (${doc.source})` : ""}`);
 	}
-	const moved = { pressure: doc.level, pressure_fraction: doc.fraction, pressure_source: doc.source };
-	draft.state.memory = { ...memory, ...moved };
+	draft.state.memory = { ...memory, pressure: doc.level, pressure_fraction: doc.fraction, pressure_source: doc.source };
 	tookFigures(draft, doc.at, { gauges: { pressure: doc.fraction } });
 }
 
@@ -199,4 +205,37 @@ function tookHeat(draft, doc) {
 
 function notice(draft, at, kind, level, text) {
 	draft.append("notices", { at, kind, level, text }, MAX_NOTICES);
+}
+
+/**
+ * A state that is being made from another one: each collection is copied before its first change, so that the
+ * old state stays as it was, and once however many documents are applied.
+ */
+class Draft {
+	constructor(state) {
+		this.state = { ...state };
+		this.owned = new Set();
+	}
+
+	map(name) {
+		if (!this.owned.has(name)) this.own(name, new Map(this.state[name]));
+		return this.state[name];
+	}
+
+	list(name) {
+		if (!this.owned.has(name)) this.own(name, this.state[name].slice());
+		return this.state[name];
+	}
+
+	own(name, value) {
+		this.owned.add(name);
+		this.state[name] = value;
+	}
+
+	/** Append to a list, and drop its oldest entries past `most`. */
+	append(name, entry, most) {
+		const list = this.list(name);
+		list.push(entry);
+		if (list.length > most) list.splice(0, list.length - most);
+	}
 }

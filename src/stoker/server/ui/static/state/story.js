@@ -8,7 +8,7 @@ const IN_SLOT = new Set(["prefill", "decode"]);
 /** [{at, offset_s, for_s, kind, text, by}], the oldest first; `by` is the id of another request that the text names. */
 export function storyOf(row, now) {
 	const told = [];
-	const context = { has_run: false, was_parked: false, is_lost: false, row };
+	const context = { has_run: false, was_parked: false, is_lost: false, names: {}, row };
 	const num_before = (row.num_moves ?? row.moves.length) - row.moves.length;
 	const is_cut = num_before > 0;
 	if (!is_cut || row.moves[0]?.at === row.arrived_at) told.push(arrival(row));
@@ -39,7 +39,8 @@ function textOf(move, context) {
 	const { row } = context;
 	if (move.state === "ended") return endWords(row);
 	const is_told = move.reason.startsWith("slot "); // with what it found there
-	const where = !IN_SLOT.has(move.state) || move.slot === null ? "" : is_told ? `in ${move.reason}` : `in slot ${move.slot}`;
+	const name = context.names[move.slot] ?? `slot ${move.slot}`;
+	const where = !IN_SLOT.has(move.state) || move.slot === null ? "" : `in ${is_told ? move.reason : name}`;
 	const why = is_told ? "" : move.reason;
 	if (move.state === "decode") return joinedWords(context.has_decoded ? "writes on" : "writes its first token", where, why);
 	if (move.state === "prefill") return joinedWords(beginning(context), where, !is_told && storedWords(context), why);
@@ -73,6 +74,7 @@ function joinedWords(...parts) {
 }
 
 function noted(move, context) {
+	if (move.slot !== null) context.names[move.slot] ??= move.reason.match(/^slot \d+/)?.[0];
 	if (move.state === "held" && context.has_run) context.is_lost = true;
 	if (move.state === "parked" || move.state === "paused") context.was_parked = true;
 	if (move.state === "decode") {

@@ -19,9 +19,9 @@ const ENDS = {
 	tool_calls: "it calls a tool",
 };
 const LEVELS = {
-	good: ["normal", "nominal", "serving", "ready"],
-	warn: ["warning", "serious", "starting", "suspended", "loading", "downloading", "unloading"],
-	bad: ["critical", "restarting", "failed"],
+	good: ["normal", "nominal", "serving", "ready", "up"],
+	warn: ["warning", "serious", "starting", "suspended", "loading", "downloading", "unloading", "draining", "trial"],
+	bad: ["critical", "restarting", "failed", "down"],
 };
 const UNITS = ["B", "KiB", "MiB", "GiB", "TiB"];
 const NONE = "–";
@@ -99,7 +99,7 @@ export function percent(fraction) {
 }
 
 export function clockTime(at) {
-	return new Date(at * 1000).toLocaleTimeString([], { hour: "2-digit", minute: "2-digit", second: "2-digit", hour12: false });
+	return new Date(at * 1000).toLocaleTimeString("en-GB");
 }
 
 /** Names without underscores. */

@@ -17,7 +17,7 @@ const HELD = [
 ];
 const WHERE = { junction: "shared part", ram: "memory", disk: "disk", pending: "being stored", reading: "from disk" };
 
-export function View({ state, now, may, open }) {
+export function View({ state, now, may }) {
 	const cache = state.cache;
 	const [span, spans] = useSpan();
 	const tree = useMemo(() => cacheTree(cache), [cache]);
@@ -36,7 +36,7 @@ export function View({ state, now, may, open }) {
 		<//>
 		<${Section} title="Stored prefixes" aside=${`${count(cache.entries ?? stored.length)}${stored.length ? `, the ${count(stored.length)} longest shown` : ""}`}>
 			${tree.length
-				? html`<${Tree} tree=${tree} most=${most} open=${open} />`
+				? html`<${Tree} tree=${tree} most=${most} />`
 				: html`<p class="empty">${may.administrate ? "Nothing is stored yet." : "Which prefixes are stored is told to operators."}</p>`}
 		<//>
 	</div>`;
@@ -59,7 +59,7 @@ function figures(cache) {
 	];
 }
 
-function Tree({ tree, most, open }) {
+function Tree({ tree, most }) {
 	const stored = (words) => ({ prefix }) => (prefix.where === "junction" ? "" : words(prefix));
 	const columns = [
 		["Prefix", "", (each) => html`<${Branch} ...${each} most=${most} />`],
@@ -70,7 +70,7 @@ function Tree({ tree, most, open }) {
 		["Bytes", "n wide", stored((prefix) => bytes(prefix.ram_bytes || prefix.disk_bytes))],
 		["Last used", "n", stored((prefix) => duration(prefix.idle_s))],
 		["Shared by", "id wide", ({ prefix }) => prefix.namespace || "all"],
-		["In use by", "wide", ({ prefix }) => (prefix.used_by ?? []).map((id) => html`<${RequestLink} key=${id} id=${id} open=${open} /> `)],
+		["In use by", "wide", ({ prefix }) => (prefix.used_by ?? []).map((id) => html`<${RequestLink} key=${id} id=${id} /> `)],
 	];
 	const name = ({ prefix }) => (prefix.where === "junction" ? "muted" : "");
 	return html`<${Table} label="The tree of stored prefixes" columns=${columns} rows=${tree} keyOf=${({ prefix }) => prefix.id} nameOf=${name} />`;

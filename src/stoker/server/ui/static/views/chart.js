@@ -3,7 +3,7 @@
 import { html, useMemo, useState } from "../dom.js";
 import { columnsOf } from "../state/series.js";
 import { clockTime } from "../state/words.js";
-import { Choice, useWidth } from "./parts.js";
+import { Choice, useSize } from "./parts.js";
 
 const SPANS = [
 	["fine", "5 min"],
@@ -25,7 +25,7 @@ export function useSpan() {
  * {at, label, colour} are levels. `words` makes text of a figure, `top` is the least top of the scale, `base` 1024 for bytes.
  */
 export function Chart({ title, state, now, span, lines, words, marks = [], top = 0, base = 10 }) {
-	const [box, width] = useWidth(480);
+	const [box, width] = useSize();
 	const [under, setUnder] = useState(null);
 	const second = Math.floor(now);
 	const { times, values } = useMemo(() => {

@@ -1,8 +1,9 @@
 /** Requests that ended, the newest first: only the rows in sight are drawn. */
 
-import { html, useLayoutEffect, useMemo, useRef, useState } from "../dom.js";
+import { html, useLayoutEffect, useMemo, useState } from "../dom.js";
+import { open } from "../shell/place.js";
 import { briefly, clockTime, count, duration, endWords, plural, rate } from "../state/words.js";
-import { Choice, ClassBadge, Level } from "./parts.js";
+import { Choice, ClassBadge, Level, useSize } from "./parts.js";
 
 const ROW_PX = 28;
 const BEYOND = 8; // rows drawn above and below those in sight
@@ -33,7 +34,7 @@ const COLUMNS = [
 	["Tokens/s", "n wide", (row) => (row.tokens_per_second == null ? "" : rate(row.tokens_per_second))],
 ];
 
-export function View({ state, open }) {
+export function View({ state }) {
 	const [text, setText] = useState("");
 	const [priority, setPriority] = useState("");
 	const [end, setEnd] = useState("");
@@ -41,13 +42,13 @@ export function View({ state, open }) {
 	const dropped = state.num_ended - state.ended.length;
 	return html`<div class="view history">
 		<div class="toolbar">
-			<input type="search" placeholder="Request, model, route …" aria-label="Find requests" value=${text} onInput=${(event) => setText(event.currentTarget.value)} />
+			<input type="search" placeholder="Request, model, route …" aria-label="Find requests" value=${text} onInput=${(event) => setText(event.target.value)} />
 			<${Choice} label="Class" options=${CLASSES} value=${priority} onChange=${setPriority} />
 			<label class="sr-only" for="history-end">How it ended</label>
-			<select id="history-end" value=${end} onChange=${(event) => setEnd(event.currentTarget.value)}>${ENDS.map(([value, label]) => html`<option value=${value}>${label}</option>`)}</select>
+			<select id="history-end" value=${end} onChange=${(event) => setEnd(event.target.value)}>${ENDS.map(([value, label]) => html`<option value=${value}>${label}</option>`)}</select>
 			<span class="muted" role="status">${plural(rows.length, "request")}${dropped > 0 ? `, ${count(dropped)} older ones dropped` : ""}</span>
 		</div>
-		${rows.length ? html`<${Rows} rows=${rows} open=${open} />` : html`<p class="empty">${state.ended.length ? "None is like that." : "No request has ended yet."}</p>`}
+		${rows.length ? html`<${Rows} rows=${rows} />` : html`<p class="empty">${state.ended.length ? "None is like that." : "No request has ended yet."}</p>`}
 	</div>`;
 }
 
@@ -71,16 +72,10 @@ function endOf(row, end) {
 	return end === "bad" ? is_bad : !is_bad;
 }
 
-function Rows({ rows, open }) {
-	const box = useRef(null);
+function Rows({ rows }) {
+	const [box, height] = useSize("clientHeight");
 	const [top, setTop] = useState(0);
-	const [height, setHeight] = useState(600);
 	const [current, setCurrent] = useState(null); // by identity: newer rows come above it
-	useLayoutEffect(() => {
-		const observer = new ResizeObserver(() => setHeight(box.current?.clientHeight ?? 600));
-		observer.observe(box.current);
-		return () => observer.disconnect();
-	}, []);
 	useLayoutEffect(() => keepPlace(box.current, rows), [rows]);
 	const first = Math.max(0, Math.floor(top / ROW_PX) - BEYOND);
 	const shown = rows.slice(first, Math.ceil((top + height) / ROW_PX) + BEYOND);
@@ -96,7 +91,7 @@ function Rows({ rows, open }) {
 	};
 	return html`<div class="rows-box" role="table" aria-label="Requests that ended" aria-rowcount=${rows.length + 1}>
 		<div class="rows-head" role="rowgroup"><div class="entry" role="row">${COLUMNS.map(([title, name]) => html`<span role="columnheader" class=${name === "id" ? "" : name}>${title}</span>`)}</div></div>
-		<div class="rows" role="rowgroup" ref=${box} tabindex="0" aria-label="Arrow keys choose a row, Enter opens it" onScroll=${(event) => setTop(event.currentTarget.scrollTop)} onKeyDown=${step}>
+		<div class="rows" role="rowgroup" ref=${box} tabindex="0" aria-label="Arrow keys choose a row, Enter opens it" onScroll=${(event) => setTop(event.target.scrollTop)} onKeyDown=${step}>
 			<div class="rows-all" style=${{ height: `${rows.length * ROW_PX}px` }}>
 				${shown.map(
 					(row, number) => html`<div key="${row.request_id}${row.arrived_at}" class="entry ${row === rows[at] ? "current" : ""}" role="row" aria-rowindex=${first + number + 2} style=${{ top: `${(first + number) * ROW_PX}px` }} onClick=${() => (setCurrent(row), open(row.request_id))}>

@@ -21,7 +21,7 @@ export function layOut(found, width) {
 	const places = { waits: new Map(), lanes: new Map() };
 	let y = AXIS_PX;
 	for (const model of found.models) {
-		laid.heads.push({ model: model.model, y });
+		laid.heads.push({ title: model.title, y });
 		y += HEAD_PX;
 		for (const lane of model.lanes) y = placeLane(lane, model.model, y, x, laid, places);
 		if (model.line.rows.length) y = placeLine(model, y, x, laid, places);
@@ -35,7 +35,7 @@ export function layOut(found, width) {
 function placeLane(lane, model, y, x, laid, places) {
 	const top = y + ROOM_ABOVE_PX;
 	places.lanes.set(`${model}/${lane.slot}`, top);
-	laid.lanes.push({ slot: lane.slot, y: top, height: BAR_PX, num_hidden: lane.num_hidden });
+	laid.lanes.push({ slot: lane.number, y: top, height: BAR_PX, num_hidden: lane.num_hidden });
 	for (const bar of lane.bars) laid.bars.push({ bar, lane: lane.key, y: top, height: BAR_PX, ...extent(bar, x) });
 	const below = placeRows(lane.sidings, top + BAR_PX + 3, x, laid, places);
 	return below + LANE_GAP_PX;

@@ -4,11 +4,12 @@
  */
 
 import { html, useEffect, useMemo, useRef, useState } from "../dom.js";
+import { open } from "../shell/place.js";
 import { lanesOf } from "../state/lanes.js";
 import { NO_SLOT } from "../state/moves.js";
 import { briefly, clockTime, duration, plural, stateWords } from "../state/words.js";
 import { layOut } from "./lane_layout.js";
-import { ClassBadge, classOf, inside, RequestLink, StateMark, Table, useWidth } from "./parts.js";
+import { ClassBadge, classOf, inside, RequestLink, StateMark, Table, useSize } from "./parts.js";
 
 const MIN_BAR_PX = 3;
 const LABEL_FROM_PX = 44;
@@ -16,8 +17,8 @@ const PARTS_AT_ONCE = 60;
 const KINDS = ["queued", "prefix_wait", "prefill", "decode", "replayed", "parked", "paused", "held"];
 const KEYS = { ArrowLeft: [-1, 0], ArrowRight: [1, 0], ArrowUp: [0, -1], ArrowDown: [0, 1], Home: [-1e6, 0], End: [1e6, 0] };
 
-export function Lanes({ state, now, open, span_s, as_table }) {
-	const [box, width] = useWidth(960);
+export function Lanes({ state, now, span_s, as_table }) {
+	const [box, width] = useSize();
 	const [focused, setFocused] = useState(null);
 	const tick = Math.floor(now * 4); // four pictures a second, however often the state changes
 	const found = useMemo(() => lanesOf(state, now, { span_s, min_s: (span_s / width) * MIN_BAR_PX }), [tick, width, span_s, state.num_documents === 0]);
@@ -42,12 +43,12 @@ export function Lanes({ state, now, open, span_s, as_table }) {
 				<${Backdrop} laid=${laid} width=${width} />
 				<div class="moving" style=${{ transform: `translateX(-${laid.shift}px)` }}>
 					${laid.outages.map((each) => html`<i class="outage" title=${each.reason || each.state} style=${{ left: `${each.x}px`, width: `${each.width}px` }}>${each.width > 70 && html`<span>${each.state}</span>`}</i>`)}
-					${laid.waits.slice(0, num_waits).map((place) => html`<${Wait} key="${keyOf(place.wait)}w" place=${place} open=${open} />`)}
+					${laid.waits.slice(0, num_waits).map((place) => html`<${Wait} key="${keyOf(place.wait)}w" place=${place} />`)}
 					${num_waits >= laid.waits.length && html`<${Links} laid=${laid} />`}
-					${laid.bars.slice(0, num).map((place) => html`<${Bar} key=${keyOf(place.bar)} place=${place} open=${open} is_current=${keyOf(place.bar) === current} />`)}
+					${laid.bars.slice(0, num).map((place) => html`<${Bar} key=${keyOf(place.bar)} place=${place} is_current=${keyOf(place.bar) === current} />`)}
 				</div>
 			</div>`}
-			${as_table && html`<${LaneTable} found=${found} open=${open} />`}
+			${as_table && html`<${LaneTable} found=${found} />`}
 		</div>
 	</div>`;
 }
@@ -85,7 +86,7 @@ function neighbour(bars, current, [across, down]) {
 
 function names(laid) {
 	return html`
-		${laid.heads.map((head) => html`<b class="model-name" style=${{ top: `${head.y}px` }}>${head.model}</b>`)}
+		${laid.heads.map((head) => html`<b class="model-name" style=${{ top: `${head.y}px` }}>${head.title}</b>`)}
 		${laid.lanes.map(
 			(lane) => html`<span class="lane-name ${lane.is_line ? "line" : ""}" style=${{ top: `${lane.y}px`, height: `${lane.height}px` }}>
 				${lane.is_line ? "line" : lane.slot === NO_SLOT ? html`no<span class="word"> slot</span>` : html`<span class="word">slot </span>${lane.slot}`}
@@ -105,18 +106,14 @@ function ago(seconds) {
 	return seconds < 60 ? `${seconds} s` : `${Math.floor(seconds / 60)}:${String(seconds % 60).padStart(2, "0")}`;
 }
 
-function Bar({ place, open, is_current }) {
+function Bar({ place, is_current }) {
 	const { bar, width } = place;
-	const style = at(place);
-	const tab = is_current ? 0 : -1;
-	if (bar.num > 1) {
-		const text = `${plural(bar.num, "request")}, ${duration(bar.to - bar.from)} together`;
-		return html`<button class="bar cluster" tabindex=${tab} style=${style} title=${text} aria-label=${text} onClick=${() => open(bar.id)}></button>`;
-	}
-	const text = barWords(place);
-	return html`<button class="bar ${classOf(bar.row)} ${bar.is_open ? "open" : ""}" tabindex=${tab} style=${style} title=${text} aria-label=${text} onClick=${() => open(bar.id)}>
-		${bar.segments.map((each) => html`<i class="segment ${each.kind}" style=${inside(each, bar)}></i>`)}
-		${width >= LABEL_FROM_PX && html`<span class="name">${briefly(bar.id)}${bar.index ? ` ·${bar.index + 1}` : ""}</span>`}
+	const is_one = bar.num === 1;
+	const text = is_one ? barWords(place) : `${plural(bar.num, "request")}, ${duration(bar.to - bar.from)} together`;
+	const kind = is_one ? `${classOf(bar.row)} ${bar.is_open ? "open" : ""}` : "cluster";
+	return html`<button class="bar ${kind}" tabindex=${is_current ? 0 : -1} style=${at(place)} title=${text} aria-label=${text} onClick=${() => open(bar.id)}>
+		${is_one && bar.segments.map((each) => html`<i class="segment ${each.kind}" style=${inside(each, bar)}></i>`)}
+		${is_one && width >= LABEL_FROM_PX && html`<span class="name">${briefly(bar.id)}${bar.index ? ` ·${bar.index + 1}` : ""}</span>`}
 	</button>`;
 }
 
@@ -132,7 +129,7 @@ function segmentWords(bar) {
 	return bar.segments.map((each) => `${stateWords(each.kind)} ${duration(each.to - each.from)}`).join(", ");
 }
 
-function Wait({ place, open }) {
+function Wait({ place }) {
 	const { wait } = place;
 	const last = wait.segments.at(-1);
 	const text = `${briefly(wait.id)} ${stateWords(last.kind)} ${duration(wait.to - wait.from)}${last.reason ? `: ${briefly(last.reason)}` : ""}`;
@@ -167,13 +164,13 @@ function handover({ x, to_x, from, to }) {
 }
 
 /** The same as a table, for those who do not see it or want the figures. */
-function LaneTable({ found, open }) {
+function LaneTable({ found }) {
 	const bars = found.models.flatMap((model) => model.lanes.flatMap((lane) => lane.bars.map((bar) => ({ bar, lane }))));
 	const shown = bars.sort((one, other) => other.bar.from - one.bar.from).slice(0, 200);
 	if (!shown.length) return html`<p class="empty">Nothing has run in the last minutes.</p>`;
 	const columns = [
 		["Slot", "", ({ lane }) => laneWords(lane.key)],
-		["Request", "", ({ bar }) => html`<${RequestLink} id=${bar.id} open=${open} />${bar.num > 1 && ` and ${bar.num - 1} more`}`],
+		["Request", "", ({ bar }) => html`<${RequestLink} id=${bar.id} />${bar.num > 1 && ` and ${bar.num - 1} more`}`],
 		["Class", "", ({ bar }) => html`<${ClassBadge} priority=${bar.row.priority} />`],
 		["From", "", ({ bar }) => clockTime(bar.from)],
 		["For", "n", ({ bar }) => duration(bar.to - bar.from)],

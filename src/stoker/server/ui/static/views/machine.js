@@ -1,7 +1,8 @@
 /** The machine: its pace, what its steps cost, how warm it is, and how its engine fared. */
 
 import { html, useState } from "../dom.js";
-import { clockTime, count, duration, levelOf, milliseconds, plural, rate, whyOf } from "../state/words.js";
+import { actions } from "../shell/api.js";
+import { clockTime, count, duration, milliseconds, plural, rate, whyOf } from "../state/words.js";
 import { Chart, useSpan } from "./chart.js";
 import { ActButton, Figures, Level, Notices, Section, Table } from "./parts.js";
 
@@ -15,11 +16,11 @@ const STEPS = [
 const HEAT = [{ label: "sensor", colour: "--bad", of: (bucket) => bucket.celsius }];
 const degrees = (celsius) => (celsius == null ? "–" : `${Math.round(celsius)} °C`);
 
-export function View({ state, now, actions, may }) {
+export function View({ state, now, may }) {
 	const [span, spans] = useSpan();
 	const chart = { state, now, span };
 	return html`<div class="view machine">
-		<${Section} title="Engine" aside=${may.administrate && html`<${Power} engine=${state.engine} actions=${actions} />`}>
+		<${Section} title="Engine" aside=${may.administrate && html`<${Power} engine=${state.engine} />`}>
 			<${Figures} class="wide" of=${engineFigures(state, now)} />
 		<//>
 		<${Section} title="Pace" aside=${spans}>
@@ -43,18 +44,18 @@ function engineFigures(state, now) {
 	const last = [...state.steps.values()].reduce((best, each) => (!best || each.at > best.at ? each : best), null);
 	const threads = last?.threads ?? engine.threads;
 	return [
-		["State", html`<${Level} level=${levelOf(engine.state)}>${engine.state}<//>`, whyOf(engine) || (engine.since && `for ${duration(now - engine.since)}`)],
+		["State", html`<${Level} of=${engine.state} />`, whyOf(engine) || (engine.since && `for ${duration(now - engine.since)}`)],
 		engine.label && ["Computes on", engine.label],
 		["Restarts", count(engine.restarts ?? 0), "of the engine that nobody asked for"],
 		threads > 0 && ["Threads", count(threads), last?.threads_reason || engine.threads_reason || "as many as set"],
-		["Heat", html`<${Level} level=${levelOf(heat.level)}>${heat.level}<//>`, [heat.sensor, heat.celsius != null && degrees(heat.celsius)].filter(Boolean).join(", ")],
+		["Heat", html`<${Level} of=${heat.level} />`, [heat.sensor, heat.celsius != null && degrees(heat.celsius)].filter(Boolean).join(", ")],
 		engine.pid && ["Process", engine.pid, state.version && `Stoker ${state.version}`],
 		state.num_lost > 0 && ["Not read in time", plural(state.num_lost, "event")],
 	];
 }
 
 /** A suspended program keeps its requests; others wait meanwhile, so that is asked once more. */
-function Power({ engine, actions }) {
+function Power({ engine }) {
 	const [is_sure, setSure] = useState(false);
 	if (engine.state === "suspended") return html`<${ActButton} act=${() => actions.wake()}>Wake up<//>`;
 	if (!is_sure) return html`<${ActButton} disabled=${engine.state !== "serving"} act=${() => Promise.resolve(setSure(true))} title="Ends the engine and keeps every request">Suspend<//>`;

@@ -1,11 +1,11 @@
 /** Memory: who holds how much, how short it is, and what has been given up for that. */
 
-import { html } from "../dom.js";
+import { html, useState } from "../dom.js";
+import { actions } from "../shell/api.js";
 import { ledgerOf } from "../state/selectors.js";
-import { bytes, levelOf, percent, spaced } from "../state/words.js";
+import { bytes, count, duration, percent, spaced } from "../state/words.js";
 import { Chart, useSpan } from "./chart.js";
-import { Models } from "./models.js";
-import { Level, Notices, Section } from "./parts.js";
+import { ActButton, Level, Meter, Notices, Section, Table } from "./parts.js";
 
 const RUNG_WORDS = {
 	trim_allocator: "freed memory goes back to the system",
@@ -27,7 +27,8 @@ export function View(props) {
 	const memory = state.memory;
 	const [span, spans] = useSpan();
 	if (!memory?.limit) return html`<div class="view"><p class="empty">Memory has not been measured yet.</p></div>`;
-	const lead = html`<${Level} level=${levelOf(memory.pressure)}>pressure ${memory.pressure ?? "unknown"}<//>
+	const chart = { state, now, span };
+	const lead = html`<${Level} of=${memory.pressure}>pressure ${memory.pressure ?? "unknown"}<//>
 		${percent(memory.pressure_fraction)} by ${memory.pressure_source || "footprint"}${memory.tier ? `, tier ${spaced(memory.tier)}` : ""}`;
 	return html`<div class="view memory">
 		<${Section} title="Where it is" aside=${lead}>
@@ -36,8 +37,8 @@ export function View(props) {
 		<//>
 		<${Section} title="Over time" aside=${spans}>
 			<div class="charts">
-				<${Chart} title="Pressure" state=${state} now=${now} span=${span} lines=${PRESSURE} words=${percent} marks=${marksOf(memory)} top=${1} />
-				<${Chart} title="Held and available" state=${state} now=${now} span=${span} lines=${FOOTPRINT} words=${bytes} base=${1024} marks=${[{ at: memory.limit, label: "limit", colour: "--bad" }]} />
+				<${Chart} ...${chart} title="Pressure" lines=${PRESSURE} words=${percent} marks=${marksOf(memory)} top=${1} />
+				<${Chart} ...${chart} title="Held and available" lines=${FOOTPRINT} words=${bytes} base=${1024} marks=${[{ at: memory.limit, label: "limit", colour: "--bad" }]} />
 			</div>
 		<//>
 		<div class="columns">
@@ -56,8 +57,7 @@ function Device({ device }) {
 		device.held_by && `leased by ${device.held_by}`,
 	];
 	if (!device.total) return null; // it uses the machine's
-	const others = device.others ?? 0;
-	return html`<${Ledger} title="${device.id}, ${device.name}" held=${device.own ?? 0} others=${others} lines=${device.lines} marks=${[["total", device.total]]} note=${notes.filter(Boolean).join(", ")} />`;
+	return html`<${Ledger} title="${device.id}, ${device.name}" held=${device.own ?? 0} others=${device.others ?? 0} lines=${device.lines} marks=${[["total", device.total]]} note=${notes.filter(Boolean).join(", ")} />`;
 }
 
 /** Lines of the ledger as one stacked bar, against the limits that hold for it. */
@@ -96,4 +96,57 @@ function Ladder({ memory }) {
 			return html`<li key=${rung} class=${is_taken ? "taken" : ""}><b>${is_taken ? "given up" : "–"}</b><span>${spaced(rung)}</span><small>${RUNG_WORDS[rung] ?? ""}</small></li>`;
 		})}
 	</ol>`;
+}
+
+const IN_MEMORY = new Set(["ready", "loading"]);
+const ON_ITS_WAY = new Set(["loading", "downloading", "unloading"]);
+
+/** The served models: where each is in its life, what it takes, and what can be done about that. */
+function Models({ state, now, may }) {
+	const models = [...state.models.values()];
+	if (!models.length) return html`<p class="empty">No model is served.</p>`;
+	const columns = [
+		["Model", "", (model) => html`<b>${model.model}</b>${model.label && html` <small class="wide">${model.label}</small>`}`],
+		["State", "", (model) => html`<${State} model=${model} />`],
+		["Takes", "n", (model) => bytes(sizeOf(model) || null)],
+		["Requests", "n wide", (model) => count(model.leases ?? 0)],
+		["Stays", "", (model) => stay(model, now)],
+		may.administrate && [html`<span class="sr-only">Actions</span>`, "buttons", (model) => html`<${Acts} model=${model} />`],
+	];
+	return html`<div class="models"><${Table} label="Models" columns=${columns} rows=${models} keyOf=${(model) => model.model} /></div>`;
+}
+
+function sizeOf(model) {
+	return Object.entries(model.bytes ?? {}).reduce((sum, [line, size]) => (line === "disk" ? sum : sum + size), 0);
+}
+
+function State({ model }) {
+	const stage = ON_ITS_WAY.has(model.state) && model.stage && `${spaced(model.stage)} ${percent(model.fraction)}`;
+	const notes = [stage, model.error?.message || model.reason, model.degraded?.join("; ")].filter(Boolean);
+	return html`<${Level} of=${model.state} />
+		${notes.map((note) => html` <small>${note}</small>`)}
+		${stage && html` <${Meter} fraction=${model.fraction} label="${model.model}: ${stage}" />`}`;
+}
+
+function stay(model, now) {
+	if (!IN_MEMORY.has(model.state)) return "";
+	if (model.is_pinned) return "pinned";
+	return model.unload_in_s == null ? "while it is used" : `${duration(Math.max(0, model.at + model.unload_in_s - now))} more`;
+}
+
+/** Unloading a model that is in use parks what runs on it, so that is asked once more. */
+function Acts({ model }) {
+	const name = model.model;
+	const is_used = model.leases > 0;
+	const [is_sure, setSure] = useState(false);
+	const pin = () => actions.pin(name, !model.is_pinned);
+	const is_here = IN_MEMORY.has(model.state);
+	const is_asked = is_sure && is_used;
+	const unload = () => actions.unload(name).finally(() => setSure(false));
+	const ask = () => Promise.resolve(setSure(true));
+	return html`
+		${is_here && html`<${ActButton} act=${pin} title="A pinned model is never unloaded to make room">${model.is_pinned ? "Unpin" : "Pin"}<//>`}
+		${is_here && html`<${ActButton} danger=${is_asked} act=${is_used && !is_sure ? ask : unload}>${is_asked ? "Unload, although in use" : "Unload"}<//>`}
+		${!is_here && html`<${ActButton} disabled=${ON_ITS_WAY.has(model.state)} act=${() => actions.load(name)}>Load<//>`}
+	`;
 }

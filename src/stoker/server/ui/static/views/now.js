@@ -1,6 +1,6 @@
 /** What happens now: the slots over the last minutes, who computes, and who waits for what. */
 
-import { html, useMemo, useState } from "../dom.js";
+import { html, useEffect, useMemo, useState } from "../dom.js";
 import { lineOf, paceOf, runningOf } from "../state/selectors.js";
 import { briefly, count, duration, levelOf, milliseconds, percent, plural, rate, stateWords, whyOf } from "../state/words.js";
 import { LaneLegend, Lanes } from "./lanes.js";
@@ -11,10 +11,15 @@ const SPANS = [
 	[300, "5 min"],
 ];
 const MAX_ROWS = 40;
+const COLUMNS = [
+	["Request", "", (row) => html`<${RequestLink} id=${row.request_id} />`],
+	["Class", "", (row) => row.kind !== "load" && html`<${ClassBadge} priority=${row.priority} />`],
+	["Model", "wide nowrap", (row) => row.model],
+];
 const isGrave = (state) => ["warn", "bad"].includes(levelOf(state));
 
 export function View(props) {
-	const { state, now, open } = props;
+	const { state, now } = props;
 	const [span_s, setSpan] = useState(300);
 	const [shape, setShape] = useState("lanes");
 	const tick = Math.floor(now * 4);
@@ -24,16 +29,24 @@ export function View(props) {
 		<${Choice} label="Shown as" options=${[["lanes", "Lanes"], ["table", "Table"]]} value=${shape} onChange=${setShape} />`;
 	return html`<div class="view now">
 		<${Summary} state=${state} now=${now} line=${line} running=${running} />
+		${state.machines.length > 0 && html`<${Site} state=${state} now=${now} />`}
 		<${Section} title="Slots" aside=${aside}>
 			${state.slots.size || state.live.size
 				? html`<${Lanes} ...${props} span_s=${span_s} as_table=${shape === "table"} /><${LaneLegend} />`
 				: html`<p class="empty">No model is in memory: a request for one loads it.</p>`}
 		<//>
 		<div class="columns">
-			<${Section} title="In slots" aside=${count(running.length)}><${Running} rows=${running} now=${now} open=${open} /><//>
-			<${Section} title="The line" aside=${count(line.length)}><${Line} rows=${line} now=${now} open=${open} /><//>
+			<${Section} title="In slots" aside=${count(running.length)}><${Running} rows=${running} now=${now} /><//>
+			<${Section} title="The line" aside=${count(line.length)}><${Line} rows=${line} now=${now} /><//>
 		</div>
 	</div>`;
+}
+
+/** The machines of a gate; what shows them comes with the first. */
+function Site(props) {
+	const [View, setView] = useState(null);
+	useEffect(() => void import("./machines.js").then(({ Machines }) => setView(() => Machines)), []);
+	return View && html`<${View} ...${props} />`;
 }
 
 function Summary({ state, now, line, running }) {
@@ -47,21 +60,21 @@ function Summary({ state, now, line, running }) {
 		<span><b>${rate(pace.tokens_per_second)}</b> tokens/s out</span>
 		<span><b>${rate(pace.prompt_tokens_per_second)}</b> in</span>
 		<span><b>${milliseconds(pace.step_ms)}</b> a step</span>
-		${memory && html`<span>memory <b>${percent(memory.pressure_fraction)}</b> ${isGrave(memory.pressure) && html`<${Level} level=${levelOf(memory.pressure)}>${memory.pressure}<//>`}</span>`}
-		${isGrave(state.heat.level) && html`<span><${Level} level=${levelOf(state.heat.level)}>heat ${state.heat.level}<//></span>`}
-		${!["serving", "unknown"].includes(engine.state) && html`<span><${Level} level=${levelOf(engine.state)}>engine ${engine.state}<//> ${whyOf(engine)}</span>`}
+		${memory && html`<span>memory <b>${percent(memory.pressure_fraction)}</b> ${isGrave(memory.pressure) && html`<${Level} of=${memory.pressure} />`}</span>`}
+		${isGrave(state.heat.level) && html`<span><${Level} of=${state.heat.level}>heat ${state.heat.level}<//></span>`}
+		${!["serving", "unknown"].includes(engine.state) && html`<span><${Level} of=${engine.state}>engine ${engine.state}<//> ${whyOf(engine)}</span>`}
 	</p>`;
 }
 
-function Running({ rows, now, open }) {
-	const columns = [...columnsFor(open), ["Now", "", (row) => html`<${StateMark} kind=${row.state} />${progress(row)}`], ["Since", "n", (row) => sinceWords(row, now)]];
+function Running({ rows, now }) {
+	const columns = [...COLUMNS, ["Now", "", (row) => html`<${StateMark} kind=${row.state} />${progress(row)}`], ["Since", "n", (row) => sinceWords(row, now)]];
 	return html`<${Rows} label="Requests in slots" empty="No slot is in use." columns=${columns} rows=${rows} />`;
 }
 
-function Line({ rows, now, open }) {
+function Line({ rows, now }) {
 	const columns = [
 		["#", "n", (row) => (row.position != null ? row.position + 1 : "")],
-		...columnsFor(open),
+		...COLUMNS,
 		["Waits for", "", waitCell],
 		["Its turn", "n", turn],
 		["Waits", "n wide", (row) => sinceWords(row, now)],
@@ -73,14 +86,6 @@ function Rows({ label, empty, columns, rows }) {
 	if (!rows.length) return html`<p class="empty">${empty}</p>`;
 	return html`<div class="list"><${Table} label=${label} columns=${columns} rows=${rows.slice(0, MAX_ROWS)} keyOf=${(row) => row.request_id} /></div>
 		${rows.length > MAX_ROWS && html`<p class="muted">and ${plural(rows.length - MAX_ROWS, "more request")}</p>`}`;
-}
-
-function columnsFor(open) {
-	return [
-		["Request", "", (row) => html`<${RequestLink} id=${row.request_id} open=${open} />`],
-		["Class", "", (row) => row.kind !== "load" && html`<${ClassBadge} priority=${row.priority} />`],
-		["Model", "wide nowrap", (row) => row.model],
-	];
 }
 
 function sinceWords(row, now) {

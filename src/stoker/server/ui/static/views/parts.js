@@ -1,7 +1,8 @@
 /** Small parts that several views are made of. */
 
 import { html, useEffect, useLayoutEffect, useRef, useState } from "../dom.js";
-import { briefly, clockTime, stateWords } from "../state/words.js";
+import { open } from "../shell/place.js";
+import { briefly, clockTime, levelOf, stateWords } from "../state/words.js";
 
 export const classOf = (row) => (row.priority === "background" ? "background" : "interactive");
 
@@ -16,9 +17,9 @@ export function StateMark({ kind }) {
 	return html`<span class="state"><i class="mark ${kind}" aria-hidden="true"></i>${stateWords(kind)}</span>`;
 }
 
-/** A level such as good, warn or bad, never by colour alone: the text says it. */
-export function Level({ level, children }) {
-	return html`<span class="level ${level || "plain"}">${children}</span>`;
+/** A level (good, warn or bad; else that of the state `of`), never by colour alone: the text says it. */
+export function Level({ of, level = levelOf(of), children = of }) {
+	return html`<span class="level ${level}">${children}</span>`;
 }
 
 /** Names and figures; null entries are left out. */
@@ -31,7 +32,7 @@ export function Figures({ of, class: name = "" }) {
 }
 
 /** The way to a request's story. */
-export function RequestLink({ id, open }) {
+export function RequestLink({ id }) {
 	if (!id) return html`<span class="muted">another caller's</span>`;
 	return html`<button class="link id" title=${id} onClick=${() => open(id)}>${briefly(id)}</button>`;
 }
@@ -47,8 +48,7 @@ export function ActButton({ act, children, danger = false, disabled = false, tit
 		const over = () => isThere.current && setBusy(false);
 		act().then(over, over); // what went wrong is told by the shell
 	};
-	const name = danger ? "act danger" : "act";
-	return html`<button class=${name} title=${title} disabled=${disabled} aria-disabled=${isBusy} aria-busy=${isBusy} onClick=${press}>${children}</button>`;
+	return html`<button class="act ${danger ? "danger" : ""}" title=${title} disabled=${disabled} aria-disabled=${isBusy} aria-busy=${isBusy} onClick=${press}>${children}</button>`;
 }
 
 /** A choice of few: `options` are [value, label]. */
@@ -92,20 +92,18 @@ export function inside(segment, { from, to }) {
 	return { left: `${(segment.from - from) * part}%`, width: `${(segment.to - segment.from) * part}%` };
 }
 
-/** The width of an element in pixels, and the ref that it is measured by. */
-export function useWidth(first = 900) {
+/** The size of an element in pixels, and the ref that it is measured by. */
+export function useSize(side = "clientWidth", first = 900) {
 	const ref = useRef(null);
-	const [width, setWidth] = useState(first);
+	const [size, setSize] = useState(first);
 	useLayoutEffect(() => {
-		const element = ref.current;
-		if (!element) return undefined;
-		const measure = () => setWidth(Math.max(80, Math.floor(element.clientWidth)));
+		const measure = () => setSize(Math.max(80, ref.current[side]));
 		measure();
 		const observer = new ResizeObserver(measure);
-		observer.observe(element);
+		observer.observe(ref.current);
 		return () => observer.disconnect();
 	}, []);
-	return [ref, width];
+	return [ref, size];
 }
 
 /** What happened to the machine, the newest first. */

@@ -1,7 +1,8 @@
 /** One request: how it is, what it took, and the story of every move it made. */
 
 import { html, useEffect, useRef, useState } from "../dom.js";
-import { textOf } from "../shell/api.js";
+import { actions, textOf } from "../shell/api.js";
+import { open } from "../shell/place.js";
 import { forTab } from "../shell/storage.js";
 import { choicesOf } from "../state/moves.js";
 import { endedAt } from "../state/requests.js";
@@ -12,7 +13,7 @@ import { ActButton, ClassBadge, classOf, Figures, inside, Level, RequestLink, St
 
 const texts = forTab("texts");
 
-export function RequestDrawer({ state, now, actions, may, open, requestId }) {
+export function RequestDrawer({ state, now, may, requestId }) {
 	const box = useRef(null);
 	useEffect(() => {
 		const before = document.activeElement;
@@ -26,11 +27,11 @@ export function RequestDrawer({ state, now, actions, may, open, requestId }) {
 			<h2 id="drawer-title"><span class="sr-only">Request </span><span class="id">${requestId}</span></h2>
 			<button class="act close" aria-label="Close" title="Close (Esc)" onClick=${() => open(null)}>✕</button>
 		</header>
-		${row ? html`<${Story} row=${row} now=${now} actions=${actions} may=${may} open=${open} />` : html`<p class="empty">Nothing is known of it any more: the page keeps the last 10,000 that ended while it was open.</p>`}
+		${row ? html`<${Story} row=${row} now=${now} may=${may} />` : html`<p class="empty">Nothing is known of it any more: the page keeps the last 10,000 that ended while it was open.</p>`}
 	</div>`;
 }
 
-function Story({ row, now, actions, may, open }) {
+function Story({ row, now, may }) {
 	const is_live = row.state !== "ended";
 	return html`<div class="drawer-body">
 		<p class="drawer-lead">
@@ -38,17 +39,17 @@ function Story({ row, now, actions, may, open }) {
 			${!is_live && html`<${Level} level=${row.error ? "bad" : ""}>${endWords(row)}<//>`}
 			${is_live && row.waits_for && html`<span class="muted">${briefly(row.waits_for)}</span>`}
 		</p>
-		${is_live && may.steer && html`<${Controls} row=${row} actions=${actions} />`}
+		${is_live && may.steer && html`<${Controls} row=${row} />`}
 		<${Course} row=${row} now=${now} />
 		<h3>Times</h3><${Times} row=${row} now=${now} />
 		<h3>Tokens</h3><${Tokens} row=${row} />
-		<h3>Story</h3><${Moves} row=${row} now=${now} open=${open} />
+		<h3>Story</h3><${Moves} row=${row} now=${now} />
 		${may.administrate && !may.texts && html`<p class="muted">Texts are shown where the server runs with --request-texts.</p>`}
 		${may.texts && !row.num_members && row.kind !== "load" && html`<${Text} key=${row.request_id} row=${row} now=${now} />`}
 	</div>`;
 }
 
-function Controls({ row, actions }) {
+function Controls({ row }) {
 	const id = row.request_id;
 	return html`<div class="buttons">
 		${row.state === "paused"
@@ -119,13 +120,13 @@ function Tokens({ row }) {
 	]} />`;
 }
 
-function Moves({ row, now, open }) {
+function Moves({ row, now }) {
 	return html`<ol class="story">
 		${storyOf(row, now).map(
 			(each) => html`<li>
 				<time title=${clockTime(each.at)}>+${duration(each.offset_s)}</time>
 				<i class="mark ${each.kind}" aria-hidden="true"></i>
-				<span>${linked(each, open)}</span>
+				<span>${linked(each)}</span>
 				<small>${each.for_s >= 0.05 ? duration(each.for_s) : ""}</small>
 			</li>`,
 		)}
@@ -133,11 +134,11 @@ function Moves({ row, now, open }) {
 }
 
 /** The text of a move, with the other request that it names as a way there. */
-function linked({ text, by }, open) {
+function linked({ text, by }) {
 	const name = by && briefly(by);
 	const at = by ? text.indexOf(name) : -1;
 	if (at < 0) return text;
-	return html`${text.slice(0, at)}<${RequestLink} id=${by} open=${open} />${text.slice(at + name.length)}`;
+	return html`${text.slice(0, at)}<${RequestLink} id=${by} />${text.slice(at + name.length)}`;
 }
 
 /** What it reads and writes: asked for only while this tab's switch is on. */
