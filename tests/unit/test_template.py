@@ -63,6 +63,37 @@ def test_other_parts_reach_the_template_as_they_are() -> None:
     assert render(source, [{"role": "user", "content": content}]) == "[text][image_url]"
 
 
+SMOLVLM = (
+    "<|im_start|>{% for message in messages %}{{ message['role'] | capitalize }}"
+    "{% if message['content'][0]['type'] == 'image' %}{{ ':' }}{% else %}{{ ': ' }}{% endif %}"
+    "{% for line in message['content'] %}{% if line['type'] == 'text' %}{{ line['text'] }}"
+    "{% elif line['type'] == 'image' %}{{ '<image>' }}{% endif %}{% endfor %}<end_of_utterance>\n"
+    "{% endfor %}{% if add_generation_prompt %}{{ 'Assistant:' }}{% endif %}"
+)
+LLAVA = (
+    "{% for message in messages %}{{ message['role'] | upper + ': ' }}"
+    "{% for content in message['content'] | selectattr('type', 'equalto', 'text') %}"
+    "{{ content['text'] + ' ' }}{% endfor %}{% endfor %}"
+)
+
+
+@pytest.mark.parametrize(
+    ("source", "prompt"),
+    [
+        (SMOLVLM, "<|im_start|>User: <__media__>Hi<end_of_utterance>\nAssistant: Yes<end_of_utterance>\n"),
+        (LLAVA, "USER: <__media__>Hi ASSISTANT: Yes "),
+        (CHATML, "user\n<__media__>Hi<|im_end|>\n<|im_start|>assistant\nYes<|im_end|>"),
+    ],
+    ids=["smolvlm", "llava", "chatml"],
+)
+def test_a_template_that_writes_parts_alone_gets_its_texts_in_parts(source: str, prompt: str) -> None:
+    """D10: those of models that see would leave out every text that is no part."""
+    told = [{"role": "user", "content": "<__media__>Hi"}, {"role": "assistant", "content": "Yes"}]
+    assert prompt in render(source, told)
+    parts = [{"type": "text", "text": "<__media__>Hi"}]
+    assert render(source, [{"role": "user", "content": parts}, told[1]]) == render(source, told)
+
+
 def test_templates_find_what_transformers_gives_them() -> None:
     """D10: loop controls, tojson without HTML escapes, strftime_now, tools, generation blocks."""
     source = (

@@ -13,6 +13,7 @@ call of a built-in costs in time and memory.
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from functools import cached_property, lru_cache
@@ -140,7 +141,10 @@ def _raise_exception(message: str) -> Never:
     raise TemplateError(message)
 
 
+log = logging.getLogger(__name__)
+
 MAX_MESSAGES = 10_000
+_PROBE = "a probe of the template"
 _RESERVED = frozenset({"messages", "tools", "bos_token", "eos_token", "raise_exception", "strftime_now"})
 
 
@@ -181,10 +185,11 @@ class ChatTemplate:
                 message is kept.
             UnsupportedError: the template itself is broken, so this model cannot chat.
         """
+        checked = _checked_messages(messages)
         variables = {  # lists and dicts are copied: this rendering may change its lists
             "add_generation_prompt": True,
             **msgspec.to_builtins(_checked_extra(extra)),
-            "messages": msgspec.to_builtins(_checked_messages(messages)),
+            "messages": msgspec.to_builtins([*map(_in_parts, checked)] if self._wants_parts else checked),
             "tools": msgspec.to_builtins(tools) if tools else None,
             "bos_token": self._bos_text,
             "eos_token": self._eos_text,
@@ -201,6 +206,25 @@ class ChatTemplate:
         except Exception as error:  # a template is foreign code; whatever it trips over, the caller hears
             text = f"the chat template failed on the messages: {type(error).__name__}: {error}"
             raise InvalidRequestError(text, param="messages") from error
+
+    @cached_property
+    def _wants_parts(self) -> bool:
+        """Whether it writes the text of parts and not that of strings, as those of models that see may."""
+        asked = {"role": "user", "content": _PROBE}
+        return "type" in self._source and not self._writes(asked) and self._writes(_in_parts(asked))
+
+    def _writes(self, message: Mapping[str, Any]) -> bool:
+        """Whether the probe's text is in a prompt."""
+        tokens = {"bos_token": self._bos_text, "eos_token": self._eos_text}
+        variables = {"messages": [dict(message)], "tools": None, "add_generation_prompt": True, **tokens}
+        try:
+            written = _bounded(self._compiled.generate(**variables, **RenderBudget().as_variables()))
+            return _PROBE in "".join(written)
+        except MemoryError:
+            raise
+        except Exception as error:  # noqa: BLE001 - what it trips over is told when it is rendered
+            log.debug("a chat template does not take the probe: %s", error)
+            return False
 
     @cached_property
     def _compiled(self) -> Template:
@@ -253,6 +277,13 @@ def _checked_message(index: int, message: Mapping[str, Any]) -> dict[str, Any]:
     if all(isinstance(text, str) for text in texts):  # most templates know text only
         return {**message, "content": text_of(content)}
     return {**message, "content": list(content)}
+
+
+def _in_parts(message: Mapping[str, Any]) -> dict[str, Any]:
+    """The message with its text as one part; others as they are."""
+    content = message.get("content")
+    parts = [{"type": "text", "text": content}] if isinstance(content, str) else content
+    return {**message, "content": parts}
 
 
 @lru_cache(maxsize=64)

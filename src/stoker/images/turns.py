@@ -82,7 +82,6 @@ def require_hearing(info: ModelInfo, param: str) -> None:
         Pairing.READY: "its projector sees and hears nothing",
         Pairing.TEXT_ONLY: _TEXT_ONLY,
     }.get(Pairing(info.pairing), f"it has no hearing ({_without(info)})")
-    why = info.pairing_reason or why
     raise UnsupportedError(f"{param}: the model {info.id} takes no recordings: {why}", param=param)
 
 
