@@ -6,13 +6,14 @@ import threading
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import fsspec
 import pytest
 
 from stoker import EngineSettings, Sampling
-from stoker.cache.shared import rule
+from stoker.cache.shared import rule, threads
 from stoker.cache.shared.files import SharedFiles
 from stoker.cache.shared.names import ROOT
 from stoker.client.process.transport import config_of
@@ -319,6 +320,29 @@ def test_a_store_that_cannot_be_used_costs_no_answer(machines: Any, folder: str)
     first.loop._store.cache.shared.put_breaker.until_s = 0.0
     first.put()
     assert first.store.problem == ""
+
+
+def test_a_machine_without_threads_computes(
+    machines: Any, folder: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """C19: a get, a put and a listing that cannot begin are failures like others."""
+    first = machines(folder)
+    text, _ = first.run()
+    first.put()
+    second = machines(folder)
+    second.look()
+    with monkeypatch.context() as patch:
+
+        class Refusing(threading.Thread):
+            def start(self) -> None:
+                raise RuntimeError("can't start new thread")
+
+        patch.setattr(threads, "threading", SimpleNamespace(Thread=Refusing))
+        again, usage = second.run()
+        assert (again, usage.cached_tokens) == (text, 0)
+        second.look()
+        second.fail(3)
+    assert second.run()[0] == text
 
 
 def test_a_kind_of_store_without_its_package_is_said_with_the_remedy(machines: Any) -> None:

@@ -33,6 +33,7 @@ MAX_FILES = 4096
 """Files of the models loaded here that are known, the newest: 4 bytes a token are kept of each."""
 HEADS_S = 10.0
 """Time of a look for reading heads; those that are left come with the next one."""
+_NO_THREAD = "this machine has no thread left for a call of the store"
 
 
 class SharedThreads:
@@ -56,23 +57,28 @@ class SharedThreads:
         for op in ops:
             match op:
                 case Look(models):
-                    self._start("look", lambda models=models: self._look(models))  # type: ignore[misc]
-                case Put():
-                    self._start("put", lambda op=op: self._put(op))  # type: ignore[misc]
-                case Get():
-                    self._start("get", lambda op=op: self._get(op))  # type: ignore[misc]
+                    self._start(lambda models=models: self._look(models), Looked(problem=_NO_THREAD))  # type: ignore[misc]
+                case Put(entry):
+                    self._start(lambda op=op: self._put(op), PutEnded(entry, None, problem=_NO_THREAD))  # type: ignore[misc]
+                case Get(entry):
+                    self._start(lambda op=op: self._get(op), Got(entry, None, reason=_NO_THREAD))  # type: ignore[misc]
 
     def close(self) -> None:
         """Post nothing any more; what runs is left alone."""
         self._is_closed = True
 
-    def _start(self, what: str, work: Callable[[], SharedOutcome]) -> None:
+    def _start(self, work: Callable[[], SharedOutcome], failed: SharedOutcome) -> None:
+        """Run `work` on a thread; where the system gives none, it has `failed`."""
+
         def run() -> None:
             outcome = work()
             if not self._is_closed:
                 self._post(outcome)
 
-        threading.Thread(target=run, name=f"stoker-shared-{what}", daemon=True).start()
+        try:
+            threading.Thread(target=run, name="stoker-shared-store", daemon=True).start()
+        except RuntimeError:
+            self._post(failed)
 
     def _look(self, models: dict[str, str]) -> Looked:
         try:
