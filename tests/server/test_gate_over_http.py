@@ -24,7 +24,7 @@ from stoker.ipc.codec import event_decoder
 from stoker.ipc.commands import Submit
 from stoker.ipc.events import Delta, Finished
 from stoker.ipc.request import GenerateRequest, Sampling
-from stoker.remote.wire import HANDOVER
+from stoker.remote.wire import HANDOVER, HANDOVER_STATE
 from stoker.runtime import Runtime
 from stoker.settings import EngineSettings
 
@@ -217,6 +217,11 @@ def test_only_operators_hand_requests_over(start_server: Start, tmp_path: Path) 
     assert asked("boss", submit) == (200, "")
     for broken in (b"{}", b"", b"\x91" * 5000, submit.replace(b"prompt", b"\xff" * 6), submit[:-1]):
         assert asked("boss", broken) == (400, "invalid_request")
+    for key, status in (("one", 403), ("boss", 404)):
+        headers = {"Authorization": f"Bearer {key}"}
+        assert httpx.get(f"{machine.url}{HANDOVER_STATE}/a", headers=headers).status_code == status
+    headers = {"Authorization": "Bearer one"}
+    assert httpx.post(f"{machine.url}{HANDOVER_STATE}", headers=headers, content=b"").status_code == 403
     young = msgspec.msgpack.encode(
         Submit(request_id="a", request=GenerateRequest(prompt="x"), age_s=float("nan"))
     )

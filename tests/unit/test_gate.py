@@ -234,7 +234,7 @@ async def test_a_return_has_the_slot_of_the_machine_that_it_is_at(bench: Bench) 
     park = Parked(request_id="r.hop2", index=0, form="cells", reason="gave its slot to x.hop3", by="x.hop3")
     bench.run.say_all([Admitted("r.hop2", prompt_tokens=3, slot=1), park])
     await bench.settle()
-    shown = {one.name: one.slots for one in bench.engine._machines()}
+    shown = {one.name: one.slots for one in bench.engine._status().machines}
     (here, _), (there, _) = shown[lost.name][MODEL], shown[bench.link.name][MODEL]
     assert sorted((here, there)) == [0, 2]
     assert [event.slot for event in bench.of(Admitted)] == [here + 1, there + 1]

@@ -117,7 +117,7 @@ class Client:
         self.read_source: ReadSource = _read_source
         self.waits_for: Callable[[], str] = str
         self._max_tokens: int | None = None
-        self.handover = Handover(self.running, self.stream)
+        self.handover = Handover(self.running, self.stream, self._resolved, settings)
 
     def __repr__(self) -> str:
         return f"<Client of {self.supervisor!r}>"
@@ -279,8 +279,7 @@ class Client:
         events.has_returns = record.is_handed_over
         record.sinks.append(events.push)
         try:
-            info = supervisor.registry.resolve(record.request.model)
-            record.request = resolved(record.request, info, self._max_tokens)
+            record.request = self._resolved(record.request)
             if record.group is None:
                 self.on_arrival(record.request_id, record.owner, record.request, 1)
             constraint = record.request.constraint
@@ -293,6 +292,10 @@ class Client:
         async with aclosing(events), self._translating(record):
             async for event in events:
                 yield event
+
+    def _resolved(self, request: GenerateRequest) -> GenerateRequest:
+        """The request for its model. Raises as `resolved`."""
+        return resolved(request, self.running().registry.resolve(request.model), self._max_tokens)
 
     @asynccontextmanager
     async def _translating(self, record: RequestRecord) -> AsyncIterator[None]:

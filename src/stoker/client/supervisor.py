@@ -31,7 +31,7 @@ from stoker.client.requests.calls import Question
 from stoker.client.requests.table import RequestTable
 from stoker.client.snapshot import KnownEngine, snapshot_of
 from stoker.errors import EngineError, ErrorInfo, MachineSetupError, NotReadyError, error_from_info
-from stoker.ipc.commands import GetStatus, Shutdown
+from stoker.ipc.commands import ExportState, GetStatus, Shutdown, StateQuestion
 from stoker.ipc.model import ModelLife
 from stoker.ipc.status import EngineHealth, ExitStatus, RuntimeStatus
 from stoker.settings import EngineSettings
@@ -568,8 +568,9 @@ class EngineSupervisor:
             NotReadyError: closed, or the engine is away and the question is about its present state.
             StokerError: what the engine answered.
         """
-        self.check_open()
-        if isinstance(question, GetStatus) and not self._dispatcher.has_engine:
+        if not isinstance(question, ExportState):  # which is for an engine that drains
+            self.check_open()
+        if isinstance(question, GetStatus | StateQuestion) and not self._dispatcher.has_engine:
             raise NotReadyError(f"the engine is {self.state}", retry_after_s=self._retry_after_s)
         answer = self._dispatcher.calls.open(question)
         self._dispatcher.hand_out()

@@ -18,6 +18,7 @@ from stoker.cache.store import StoreOutcome
 from stoker.engine.jobs.job import Job
 from stoker.engine.jobs.prepare import PrepContext
 from stoker.engine.jobs.vocabulary import VocabularyDigests
+from stoker.engine.moving import StateRead
 from stoker.engine.threads.interrupt import Interrupt
 from stoker.errors import StokerError
 from stoker.ipc.commands import Command
@@ -117,7 +118,7 @@ class Measured:
 
 
 LoadPost = Sized | LoadMoved | Loaded | LoadFailed
-Posted = StoreOutcome | LoadPost | Prepared | PrepareFailed | Released | Measured | Reply
+Posted = StoreOutcome | LoadPost | Prepared | PrepareFailed | Released | Measured | Reply | StateRead
 Item = Command | Posted | Closed
 
 

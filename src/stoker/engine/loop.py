@@ -33,6 +33,7 @@ from stoker.engine.inbox import (
 from stoker.engine.jobs.job import Job
 from stoker.engine.jobs.preparations import Preparations
 from stoker.engine.jobs.table import JobTable
+from stoker.engine.moving import StateMoves, StateRead
 from stoker.engine.report import EngineParts, EngineReport
 from stoker.engine.residency.catalogue import Placement
 from stoker.engine.residency.load import LoadThreads
@@ -48,7 +49,9 @@ from stoker.ipc.commands import (
     Cancel,
     CountTokens,
     Detokenize,
+    ExportState,
     GetStatus,
+    ImportState,
     KnowModel,
     LoadModel,
     LostDevices,
@@ -56,6 +59,7 @@ from stoker.ipc.commands import (
     PinModel,
     Resume,
     Shutdown,
+    StateQuestion,
     Submit,
     Suspend,
     TextQuestion,
@@ -143,6 +147,7 @@ class EngineLoop:
         self._residency = Residency(self._load_threads, self._runners, self._pending, placement, self._jobs)
         self._residency.flush = self._flush
         self._pressure_handler = PressureHandler(self._runners, self._residency, self._store, self._events)
+        self._moves = StateMoves(inbox.put, self._jobs, self._runners, self._store.cache)
         self._report = self._new_report()
         self._phase = _LoopPhase.RUNNING
         self._until_s = 0.0
@@ -197,6 +202,7 @@ class EngineLoop:
             self._preparations.close()
             self._load_threads.close()
             self._free_late()
+            self._moves.close()
             self._store.close()
             self._residency.free_departed()
             self._runners.close(self._preparations.uses)
@@ -367,15 +373,27 @@ class EngineLoop:
             case Measured(sample):
                 if self._pressure_handler.measured(sample, self._clock.now()) and self._monitor:
                     self._monitor.poke()
-            case Tokenize() | Watch() | Detokenize() | CountTokens() | GetStatus() | Reply():
+            case (
+                ExportState()
+                | ImportState()
+                | StateRead()
+                | Tokenize()
+                | Watch()
+                | Detokenize()
+                | CountTokens()
+                | GetStatus()
+                | Reply()
+            ):
                 self._question(item)
             case Suspend() | Shutdown() | Closed():
                 self._end(item)
             case Released.RELEASED:
                 pass  # `tend` frees what can be
 
-    def _question(self, item: TextQuestion | GetStatus | Watch | Reply) -> None:
+    def _question(self, item: TextQuestion | StateQuestion | StateRead | GetStatus | Watch | Reply) -> None:
         match item:
+            case ExportState() | ImportState() | StateRead():
+                self._moves.take(item, self._clock.now())
             case Watch():
                 self._report.watch(item, self._clock.now())
             case GetStatus(call_id):

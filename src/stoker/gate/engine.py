@@ -10,11 +10,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-from collections import Counter
 from functools import partial
 from typing import TYPE_CHECKING, Any
-
-import msgspec
 
 from stoker.client.process.transport import ExitReport
 from stoker.errors import (
@@ -27,18 +24,22 @@ from stoker.errors import (
     RequestTimeoutError,
     ServerLostError,
     StokerError,
+    UnsupportedError,
     VocabularyMismatchError,
     error_from_info,
 )
-from stoker.gate.journey import MAX_CHARGES, Journey, own_id
+from stoker.gate.carrier import StateCarrier
+from stoker.gate.journey import MAX_CHARGES, Journey
 from stoker.gate.models import SiteModels
-from stoker.gate.states import merged_status
+from stoker.gate.states import figures_of, site_status
 from stoker.ipc.commands import (
     Cancel,
     Command,
     CountTokens,
     Detokenize,
+    ExportState,
     GetStatus,
+    ImportState,
     KnowModel,
     LoadModel,
     LostDevices,
@@ -53,7 +54,6 @@ from stoker.ipc.commands import (
     Watch,
 )
 from stoker.ipc.events import Delta, Event, Failed, Finished, Hello, Paused, Reply, RequestEvent, Resumed
-from stoker.ipc.figures import CacheFigures, MachineFigures, MemoryFigures
 from stoker.ipc.request import FinishReason
 
 if TYPE_CHECKING:
@@ -62,7 +62,7 @@ if TYPE_CHECKING:
     from stoker.client.process.transport import EventSink
     from stoker.gate.site import Machine, Site
     from stoker.ipc.commands import TextQuestion
-    from stoker.ipc.status import EngineStatus, MachineStatus
+    from stoker.ipc.status import EngineStatus
     from stoker.settings import EngineSettings
 
 log = logging.getLogger(__name__)
@@ -114,6 +114,8 @@ class PeersEngine:
         self._grace_s, self._wait_s = settings.peer_grace_s, settings.peer_wait_s
         self._journeys: dict[str, Journey] = {}
         self._models = SiteModels(site, self._publish)
+        self._carrier = StateCarrier()
+        self._num_moved = 0
         self._out: list[Event] = []
         self._on_events: EventSink = lambda events: None  # noqa: ARG005 - until it is started
         self._exit: asyncio.Future[ExitReport] | None = None
@@ -166,6 +168,9 @@ class PeersEngine:
                 self._publish(Reply(call_id=call_id, value={"status": self._status()}))
             case KnowModel() | LoadModel() | UnloadModel() | PinModel():
                 self._do(self._models.carry_out(command))
+            case ExportState(call_id=call_id) | ImportState(call_id=call_id):
+                error = UnsupportedError("a gate computes nothing: its states are its machines'")
+                self._publish(Reply(call_id=call_id, error=error.info()))
             case Watch() | Shutdown() | Suspend() | LostDevices():
                 self._control(command)
 
@@ -190,17 +195,8 @@ class PeersEngine:
 
     def _status(self) -> EngineStatus:
         """The machines as one engine."""
-        looks = [
-            (partial(self._site.slot_base, one), one.look)
-            for one in self._site
-            if one.look is not None and one.is_up
-        ]
-        return msgspec.structs.replace(merged_status(looks, own_id), machines=self._machines())
-
-    def _machines(self) -> list[MachineStatus]:
-        """Each machine, with how many requests are there."""
-        now, num = self._loop.time(), Counter(one.peer for one in self._journeys.values())
-        return [one.status(num[one.link.name], now) for one in self._site]
+        counters = {"requests_moved_total": self._num_moved, **self._carrier.stats()}
+        return site_status(self._site, self._journeys.values(), counters, self._loop.time())
 
     def _leave(self) -> None:
         """End, with whatever was published before delivered; requests stay the client's."""
@@ -262,16 +258,18 @@ class PeersEngine:
         """Give a request to a machine, or let it wait for one, or refuse it."""
         now = self._loop.time()
         unlike = self._site.names_unlike(journey.request.model, journey.vocabulary)
+        peer, journey.goes_to = journey.goes_to, ""
         try:
-            choice = self._site.choose(journey.route, {*journey.refusals, *unlike}, now)
+            if not (peer and peer not in journey.refusals and self._site.takes(peer)):
+                peer = self._site.choose(journey.route, {*journey.refusals, *unlike}, now).peer
         except (NoMachineError, ModelNotFoundError) as error:
             self._hold(journey, self._refusal(journey, error, unlike), now)
             return
-        machine = self._site.machine(choice.peer)
-        assert machine is not None, f"the router chose {choice.peer}, which is not there"
-        journey.peer, journey.hop = choice.peer, journey.hop + 1
+        machine = self._site.machine(peer)
+        assert machine is not None, f"the router chose {peer}, which is not there"
+        journey.peer, journey.hop = peer, journey.hop + 1
         journey.has_begun_here, journey.cut = False, []
-        self._site.began(journey.route, choice.peer)
+        self._site.began(journey.route, peer)
         hop = journey.hop
         journey.run = machine.link.run(
             journey.submit(now),
@@ -307,6 +305,7 @@ class PeersEngine:
         """It is to go on elsewhere."""
         if journey.peer and (machine := self._site.machine(journey.peer)):
             machine.num_moved += 1
+            self._num_moved += 1
         self._abandon(journey)
         journey.waits_since = self._loop.time()
         self._publish(*journey.parked(why))
@@ -443,7 +442,7 @@ class PeersEngine:
                 self._look_after(journey, now)
             self._end_if_drained()
             if self._is_watched and self._num_ticks % FIGURES_EVERY == 0:
-                self._publish_figures()
+                self._publish(*figures_of(self._status()))
             self._num_ticks += 1
 
     def _look_after(self, journey: Journey, now: float) -> None:
@@ -465,12 +464,15 @@ class PeersEngine:
         now = self._loop.time()
         for machine in self._site:
             why = self._why_leave(machine, now)
-            if why:
-                here = [one for one in self._journeys.values() if one.peer == machine.link.name]
-                for journey in here:
-                    self._try_elsewhere(journey, f"{machine.link.name} {why}")
-                if not here:
-                    self._site.forget(machine.link.name)
+            if not why:
+                self._carrier.stays(machine)
+                continue
+            self._carrier.begin(machine)
+            here = [one for one in self._journeys.values() if one.peer == machine.link.name]
+            for journey in here:
+                self._hand_over(journey, machine, f"{machine.link.name} {why}")
+            if not here:
+                self._site.forget(machine.link.name)
 
     def _why_leave(self, machine: Machine, now: float) -> str:
         """Why requests do not stay on a machine; empty: they do."""
@@ -483,36 +485,51 @@ class PeersEngine:
             return f"has been suspended for {now - since:.0f} s"
         return ""
 
+    def _hand_over(self, journey: Journey, machine: Machine, why: str) -> None:
+        """Take a request from a machine that goes, with what is computed of it where that is quicker."""
+        if journey.carried_at == journey.hop:
+            return  # its state is on its way
+        if (not machine.is_up and not machine.breaker.takes) or not self._carrier.may_carry(journey, machine):
+            self._try_elsewhere(journey, why)
+            return
+        journey.carried_at = journey.hop
+        self._do(self._carry(journey, machine, why))
+
+    async def _carry(self, journey: Journey, machine: Machine, why: str) -> None:
+        hop = journey.hop
+        async with self._carrier.place(machine):
+            target = self._target(journey) if self._is_at(journey, hop) else None
+            has_state = target is not None and await self._carrier.carry(journey, machine, target)
+        if not self._is_at(journey, hop):
+            return  # it has ended, or was lost with its machine meanwhile
+        journey.carried_at = 0
+        if has_state and target is not None:
+            journey.goes_to = target.link.name
+        self._try_elsewhere(journey, why)
+
+    def _is_at(self, journey: Journey, hop: int) -> bool:
+        """Whether it runs where it was."""
+        is_live = self._journeys.get(journey.request_id) is journey
+        return is_live and journey.hop == hop and journey.peer is not None
+
+    def _target(self, journey: Journey) -> Machine | None:
+        """Where it would go on; None: nowhere."""
+        unlike = self._site.names_unlike(journey.request.model, journey.vocabulary)
+        try:
+            choice = self._site.choose(journey.route, {journey.peer or "", *unlike}, self._loop.time())
+        except (NoMachineError, ModelNotFoundError):
+            return None
+        return self._site.machine(choice.peer)
+
     def _try_elsewhere(self, journey: Journey, why: str) -> None:
         """Take a request from its machine, if another can go on with it."""
         peer = journey.peer
         assert peer is not None, f"{journey!r} is nowhere"
-        unlike = self._site.names_unlike(journey.request.model, journey.vocabulary)
-        try:
-            self._site.choose(journey.route, {peer, *unlike}, self._loop.time())
-        except (NoMachineError, ModelNotFoundError):
+        if self._target(journey) is None:
             return
         journey.refusals[peer] = NotReadyError(why)
         log.info("%s goes on elsewhere after %d tokens: %s", journey.request_id, journey.num_tokens, why)
         self._leave_machine(journey, why)
-
-    def _publish_figures(self) -> None:
-        status = self._status()
-        self._publish(
-            MachineFigures(machines=status.machines),
-            MemoryFigures(
-                memory=status.memory, physical=status.memory.limit, devices=[], models=status.models
-            ),
-            CacheFigures(
-                cache=status.cache,
-                prefixes=[],
-                cells_used=status.kv_cells_used,
-                cells_total=status.kv_cells_total,
-                queries_total=0,
-                hits_total=0,
-                hit_rate=None,
-            ),
-        )
 
     # ------------------------------------------------------------ what callers want
 

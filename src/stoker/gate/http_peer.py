@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any
+from urllib.parse import quote
 
 import httpx
 import msgspec
 
 from stoker.gate.exchange import ConnectionPool, FrameExchange
-from stoker.gate.link import PeerLook
+from stoker.gate.link import MovingState, PeerLook
 from stoker.ipc.commands import CountTokens, Detokenize, Tokenize
 from stoker.ipc.status import RuntimeStatus
 from stoker.remote import wire
@@ -18,8 +20,11 @@ from stoker.remote.calls import pieces_of
 from stoker.remote.connection import Hints, ServerConnection
 
 if TYPE_CHECKING:
+    from collections.abc import AsyncGenerator, AsyncIterator
+
     from stoker.gate.link import OnEnd, OnEvents, PeerRun
     from stoker.ipc.commands import Submit, TextQuestion
+    from stoker.ipc.request import GenerateRequest
 
 LOOK_S = 3.0
 """What a machine may take to say how it is; in a longer step it says what it knows without its engine."""
@@ -91,7 +96,30 @@ class HttpPeer:
         """See `PeerLink`."""
         await self._server.post(f"/v1/runtime/models/{action}", body)
 
+    @asynccontextmanager
+    async def state_of(self, request_id: str) -> AsyncIterator[MovingState]:
+        """See `CarriesStates`."""
+        path = f"{wire.HANDOVER_STATE}/{quote(request_id, safe='')}"
+        async with self._server.download(path) as answer:
+            size, tokens = answer.headers.get("Content-Length", ""), answer.headers.get(wire.STATE_TOKENS, "")
+            if not (size.isdigit() and tokens.isdigit()):
+                raise self._server.stranger("a state without its size")
+            yield MovingState(num_tokens=int(tokens), size_bytes=int(size), parts=answer.aiter_raw())
+
+    async def take_state(self, request: GenerateRequest, state: MovingState) -> int:
+        """See `CarriesStates`."""
+        head = _encode(request)
+        first = len(head).to_bytes(wire.HEAD_BYTES, "little") + head
+        told = await self._server.upload(wire.HANDOVER_STATE, _behind(first, state.parts))
+        return int(told["num_tokens"])
+
     async def close(self) -> None:
         """See `PeerLink`."""
         self._pool.close()
         await self._server.close()
+
+
+async def _behind(first: bytes, parts: AsyncIterator[bytes]) -> AsyncGenerator[bytes, None]:
+    yield first
+    async for part in parts:
+        yield part

@@ -61,6 +61,8 @@ class Journey:
         since: when it was submitted.
         waits_since: since when no machine has it.
         vocabulary: of the machine whose tokens it has.
+        carried_at: the hop at which its state is on its way to another machine; 0: it is not.
+        goes_to: the machine that has its state, and gets it next; empty: none.
     """
 
     def __init__(self, submit: Submit, now: float) -> None:
@@ -81,6 +83,7 @@ class Journey:
         self.is_paused = submit.is_paused
         self.since, self.waits_since = now - submit.age_s, now
         self.vocabulary = submit.vocabulary_sample
+        self.carried_at, self.goes_to = 0, ""
         self.has_begun_here = False
         self.cut: list[Delta] = []
         self._tokens = [list(tokens) for tokens in submit.generated] or [[] for _ in range(request.n)]
@@ -98,6 +101,11 @@ class Journey:
     def num_tokens(self) -> int:
         """That were delivered, over all choices."""
         return sum(map(len, self._tokens))
+
+    @property
+    def num_known_tokens(self) -> int:
+        """Of its prompt and of what was delivered; 0: it was not admitted yet."""
+        return self._prompt_tokens + self.num_tokens if self._prompt_tokens else 0
 
     @property
     def is_complete(self) -> bool:

@@ -5,8 +5,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Protocol
+from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractAsyncContextManager
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import msgspec
 
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
     from stoker.errors import StokerError
     from stoker.ipc.commands import Submit, TextQuestion
     from stoker.ipc.events import RequestEvent
+    from stoker.ipc.request import GenerateRequest
 
 
 class PeerLook(msgspec.Struct, frozen=True, kw_only=True):
@@ -47,6 +49,39 @@ class PeerRun(Protocol):
 
     def abandon(self) -> None:
         """Leave it: the machine cancels it, and nothing of it is told any more. Idempotent."""
+        ...
+
+
+class MovingState(msgspec.Struct, frozen=True, kw_only=True):
+    """What a machine has computed of a request, on its way.
+
+    Attributes:
+        num_tokens: that it stands for.
+        size_bytes: of all parts together.
+        parts: its bytes, to be read once.
+    """
+
+    num_tokens: int
+    size_bytes: int
+    parts: AsyncIterator[bytes]
+
+
+@runtime_checkable
+class CarriesStates(Protocol):
+    """A link that can do this too; one that is none moves requests as tokens alone."""
+
+    def state_of(self, request_id: str) -> AbstractAsyncContextManager[MovingState]:
+        """What is computed of a request there, which goes on; read while the block runs.
+
+        Raises StokerError: there is none, or the machine does not answer.
+        """
+        ...
+
+    async def take_state(self, request: GenerateRequest, state: MovingState) -> int:
+        """Have the machine store it, for that request (without its prompt); returns its tokens.
+
+        Raises StokerError: it cannot be used there.
+        """
         ...
 
 

@@ -25,6 +25,7 @@ from stoker.routing.router import Route, Router
 
 if TYPE_CHECKING:
     from stoker.gate.link import PeerLink, PeerLook
+    from stoker.ipc.status import ModelRoom
 
 log = logging.getLogger(__name__)
 
@@ -83,6 +84,10 @@ class Machine:
         """The state of one of them."""
         states = [] if self.look is None else self.look.overview.states
         return next((one.state for one in states if one.id == model), ModelLife.ABSENT)
+
+    def room(self, model: str) -> ModelRoom | None:
+        """What one of them has left there; None: it is not in memory, or nothing was heard of it."""
+        return None if self.look is None else self.look.status.engine.rooms.get(model)
 
     @property
     def why_not(self) -> str:
@@ -279,6 +284,11 @@ class Site:
             numbers = machine.slots[model] = range(first, first + num_slots)
             self._next_slot[model] = numbers.stop
         return numbers.start
+
+    def takes(self, name: str) -> bool:
+        """Whether a machine takes new requests."""
+        machine = self._machines.get(name)
+        return machine is not None and machine.breaker.takes and not machine.why_not
 
     def choose(self, request: RouteRequest, exclude: Container[str], now: float) -> Route:
         """The machine that is to take a request. Raises as `Router.choose`."""

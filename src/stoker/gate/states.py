@@ -1,20 +1,30 @@
-"""What machines say of themselves, as the router wants it and as one status shows it. Pure."""
+"""What machines say of themselves: for the router, as one status, and as those who watch are told."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import TYPE_CHECKING
 
 import msgspec
 
 from stoker.client.requests.held_prefixes import unpacked
+from stoker.gate.journey import own_id
+from stoker.ipc.figures import CacheFigures, MachineFigures, MemoryFigures
 from stoker.ipc.model import ModelLife
 from stoker.ipc.request import Priority
 from stoker.ipc.status import EngineStatus, MemoryStatus, ModelStatus, SlotStatus, WaitStatus
 from stoker.routing.load import ByClass, PeerState
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from stoker.gate.journey import Journey
     from stoker.gate.link import PeerLook
+    from stoker.gate.site import Site
+    from stoker.ipc.events import Event
+    from stoker.ipc.status import MachineStatus
 
 _IN_MEMORY = frozenset({ModelLife.READY, ModelLife.LOADING})
 _LEAVING = frozenset({"closing", "closed", "failed"})
@@ -77,6 +87,40 @@ def _fit(model: str, engine: EngineStatus) -> float:
 
 
 # ---------------------------------------------------------------- one status of all
+
+
+def site_status(
+    site: Site, journeys: Iterable[Journey], counters: Mapping[str, float], now: float
+) -> EngineStatus:
+    """The machines as one engine, with what the gate itself counts."""
+    looks = [(partial(site.slot_base, one), one.look) for one in site if one.look is not None and one.is_up]
+    merged = merged_status(looks, own_id)
+    return msgspec.structs.replace(
+        merged, machines=_machines(site, journeys, now), counters={**merged.counters, **counters}
+    )
+
+
+def _machines(site: Site, journeys: Iterable[Journey], now: float) -> list[MachineStatus]:
+    """Each machine, with how many requests are there."""
+    num = Counter(one.peer for one in journeys)
+    return [one.status(num[one.link.name], now) for one in site]
+
+
+def figures_of(status: EngineStatus) -> list[Event]:
+    """What those who watch are told now and then."""
+    return [
+        MachineFigures(machines=status.machines),
+        MemoryFigures(memory=status.memory, physical=status.memory.limit, devices=[], models=status.models),
+        CacheFigures(
+            cache=status.cache,
+            prefixes=[],
+            cells_used=status.kv_cells_used,
+            cells_total=status.kv_cells_total,
+            queries_total=0,
+            hits_total=0,
+            hit_rate=None,
+        ),
+    ]
 
 
 def merged_status(

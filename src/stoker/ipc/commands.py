@@ -157,6 +157,41 @@ class GetStatus(msgspec.Struct, frozen=True, tag=True):
     call_id: int
 
 
+class ExportState(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+    """Write what is computed of a live request to a file of the disk tier's form, for another machine.
+
+    Answered by `Reply` with `{"num_tokens": int, "size_bytes": int}`, the size of the file, or an error where
+    there is nothing to be had. The request goes on.
+
+    Attributes:
+        path: of the file, which must not be there.
+        max_bytes: the most that it may take, about.
+    """
+
+    call_id: int
+    request_id: str
+    path: str
+    max_bytes: int
+
+
+class ImportState(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+    """Store what a file of `ExportState` holds, for a request that is to go on from it.
+
+    Answered by `Reply` with `{"num_tokens": int}`, or an error where it cannot be used.
+
+    Attributes:
+        request: whose beginning it is, as it will be submitted; its prompt is not looked at.
+    """
+
+    call_id: int
+    request: GenerateRequest
+    path: str
+
+
+StateQuestion = ExportState | ImportState
+"""What is asked of the engine that serves now, and of no other."""
+
+
 class Watch(msgspec.Struct, frozen=True, tag=True):
     """Post the summaries of `ipc.figures` from now on, all of them once at first, or no longer."""
 
@@ -181,6 +216,7 @@ Command = (
     | Resume
     | TextQuestion
     | GetStatus
+    | StateQuestion
     | Watch
     | Suspend
     | Shutdown

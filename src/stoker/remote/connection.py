@@ -8,8 +8,8 @@ way, `/health` is asked every PING_S seconds. What is asked is the caller's.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Coroutine, Iterator, Mapping
-from contextlib import aclosing, contextmanager
+from collections.abc import AsyncGenerator, AsyncIterable, AsyncIterator, Coroutine, Iterator, Mapping
+from contextlib import aclosing, asynccontextmanager, contextmanager
 from typing import Any, NamedTuple, TypeVar
 
 import httpx
@@ -206,6 +206,20 @@ class ServerConnection:
                     async for event in events:
                         if event.data:  # what the library makes of a comment behind an event that has an id
                             yield event
+
+    @asynccontextmanager
+    async def download(self, path: str) -> AsyncIterator[httpx.Response]:
+        """An answer whose body is read while the block runs. Raises as `get` does."""
+        with self._typed():
+            async with self._client().stream("GET", path, timeout=_STREAM) as answer:
+                if not answer.is_success:
+                    await answer.aread()
+                    self._checked(answer)
+                yield answer
+
+    async def upload(self, path: str, parts: AsyncIterable[bytes]) -> dict[str, Any]:
+        """The answer to a body that is made as it is sent. Raises as `get` does."""
+        return self.read(await self._asked("POST", path, content=parts, timeout=_STREAM), dict[str, Any])
 
     # ------------------------------------------------------------ errors
 

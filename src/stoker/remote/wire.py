@@ -33,6 +33,12 @@ OVERVIEW = "/v1/runtime/overview"
 STATUS = "/v1/runtime/status"
 EVENTS = "/v1/runtime/events"
 HANDOVER = "/v1/runtime/handover"
+HANDOVER_STATE = f"{HANDOVER}/state"
+STATE_TOKENS = "X-Stoker-Tokens"
+"""Tokens of the state that is the body."""
+HEAD_BYTES = 4
+"""The length of a `GenerateRequest` in msgpack, little-endian, before it and a state behind it."""
+MAX_HEAD_BYTES = 2**20
 FRAMES = "application/vnd.stoker.frames"
 """Media type of a body that is frames of `stoker.ipc.codec`."""
 DONE = "[DONE]"

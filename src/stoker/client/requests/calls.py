@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from stoker.errors import NotReadyError, error_from_info
-from stoker.ipc.commands import GetStatus, TextQuestion
+from stoker.ipc.commands import ExportState, GetStatus, ImportState, StateQuestion, TextQuestion
 from stoker.ipc.events import Reply
 
 if TYPE_CHECKING:
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 MAX_CRASHES = 2
 """After the first a question is asked alone: the second is its own."""
 
-Question = TextQuestion | GetStatus
+Question = TextQuestion | StateQuestion | GetStatus
 
 
 @dataclass(slots=True)
@@ -35,9 +35,9 @@ class _Call:
     crashes: int = 0
 
     @property
-    def is_about_status(self) -> bool:
-        """Whether the loop answers it by itself, without native code."""
-        return isinstance(self.question, GetStatus)
+    def is_about_now(self) -> bool:
+        """Whether it is of what this engine has, and of no other; the loop answers it at once."""
+        return isinstance(self.question, GetStatus | ExportState | ImportState)
 
 
 class Calls:
@@ -71,13 +71,13 @@ class Calls:
         A question about text on which an engine ended is asked while no other one about text is open.
 
         Args:
-            has_texts: questions about text may be asked now; those about the status always may.
+            has_texts: questions about text may be asked now; those about what it has now always may.
         """
         texts = self._open_texts()
         if suspects := [call for call in texts if call.crashes]:
             texts = [] if any(call.is_sent for call in texts) else suspects[:1]
-        status = [call for call in self._open() if call.is_about_status]
-        unsent = [call for call in status + (texts if has_texts else []) if not call.is_sent]
+        present = [call for call in self._open() if call.is_about_now]
+        unsent = [call for call in present + (texts if has_texts else []) if not call.is_sent]
         for call in unsent:
             call.is_sent = True
         return [call.question for call in unsent]
@@ -99,7 +99,7 @@ class Calls:
     def engine_exited(self, ended: EngineExit) -> None:
         """The engine has ended: the next one is asked what can be asked again."""
         for call in self._open():
-            if call.is_about_status:
+            if call.is_about_now:
                 call.answer.set_exception(NotReadyError("the engine is restarting", retry_after_s=1.0))
                 continue
             call.crashes += call.is_sent and ended.is_blamable
@@ -114,7 +114,7 @@ class Calls:
             call.answer.set_exception(error)
 
     def _open_texts(self) -> list[_Call]:
-        return [call for call in self._open() if not call.is_about_status]
+        return [call for call in self._open() if not call.is_about_now]
 
     def _open(self) -> list[_Call]:
         return [call for call in self._calls.values() if not call.answer.done()]

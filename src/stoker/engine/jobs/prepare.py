@@ -109,7 +109,7 @@ def prepare(submit: Submit, context: PrepContext, arrival_s: float) -> Job:
     if request.state_output is StateOutput.CHOOSE:
         scored = candidates_of(request, context.vocabulary, context.model)
         check_candidates(scored, len(prompt), context.n_ctx)
-    initial, namespace = _initial_state(request, context), _namespace(request, context)
+    initial, namespace = _initial_state(request, context), namespace_of(request, context)
     scoring_namespace = namespace if request.cache else secrets.token_bytes(DIGEST_BYTES)
     choices: dict[int, JobChoice] = {}
     leader: Sequence | None = None
@@ -314,7 +314,7 @@ def _initial_state(request: GenerateRequest, context: PrepContext) -> list[Tenso
     return parse_state(request.initial_state, context.state_layout)
 
 
-def _namespace(request: GenerateRequest, context: PrepContext) -> bytes:
+def namespace_of(request: GenerateRequest, context: PrepContext) -> bytes:
     """Digest of what may share what is computed for it (SPEC C1)."""
     given = request.initial_state
     state = "" if given is None else hashlib.blake2b(given, digest_size=32).hexdigest()

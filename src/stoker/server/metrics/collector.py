@@ -131,6 +131,9 @@ def _counted(figures: Mapping[str, float]) -> Iterable[Metric]:
         ("steps", "Steps that models computed.", "num_steps"),
         ("step_busy_seconds", "Time in which a step was computed.", "step_busy_s"),
         ("long_steps_ended", "Steps cut short for somebody who waits.", "num_ended_steps_total"),
+        ("requests_moved", "Of a gate: requests taken from their machine.", "requests_moved_total"),
+        ("states_moved", "Of a gate: of these, with what was computed of them.", "states_moved_total"),
+        ("states_moved_bytes", "Of a gate: bytes of these states.", "states_moved_bytes_total"),
         ("images_encoded", "Pictures that a projector encoded.", "images_encoded_total"),
         ("images_reused", "Places of pictures that needed no encoding.", "images_reused_total"),
     ):
