@@ -171,7 +171,7 @@ ALLOWED = {
         "backends",
     }
     | {"backends.device", "backends.registry", "backends.trial", "client", "tasks", "runtime", "remote"}
-    | {"server", "gate", "ray.site"},
+    | {"server", "gate", "ray", "ray.site"},
 }
 # Policy is pure: time arrives as an argument, effects leave as values.
 PURE = (

@@ -36,6 +36,7 @@ from stoker.cli.commands import (
 from stoker.cli.config import commands as config
 from stoker.cli.gate import command as gate
 from stoker.cli.options import Version, with_version
+from stoker.cli.ray import commands as ray
 from stoker.cli.top.command import top
 from stoker.cli.ui import command as ui
 
@@ -153,6 +154,7 @@ _offer(SERVER, "suspend", remote.suspend, "stoker suspend", "stoker suspend --gr
 _offer(SERVER, "resume", remote.resume, "stoker resume")
 _offer(MACHINE, "doctor", doctor.doctor, "stoker doctor")
 app.add_typer(config.app, name="config", rich_help_panel=SERVER)
+app.add_typer(ray.app, name="ray", rich_help_panel=SERVER)
 app.add_typer(cache.app, name="cache", rich_help_panel=MACHINE)
 app.add_typer(completion.app, name="completion", rich_help_panel=MACHINE)
 

@@ -1,0 +1,1 @@
+"""`stoker ray`: a site on a cluster of Ray."""

@@ -1,0 +1,396 @@
+"""A site on a cluster of Ray: deployed, updated, looked at and deleted.
+
+Owns what Ray Serve is told of the two deployments; what they do is `replica`'s and `door`'s. `build` is what
+the configuration file of `serve deploy` names.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import socket
+import time
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import httpx
+import ray
+import yaml
+from ray import serve
+from ray.serve.config import AutoscalingConfig, AutoscalingPolicy, RequestRouterConfig
+
+from stoker.errors import InvalidRequestError, MachineSetupError
+from stoker.ray.door import Door
+from stoker.ray.replica import StokerReplica
+from stoker.ray.site import RaySite, digest_of, site_of
+
+if TYPE_CHECKING:
+    from ray.serve import Application
+    from ray.serve.schema import ApplicationStatusOverview
+
+log = logging.getLogger(__name__)
+
+REPLICA, DOOR = "StokerReplica", "Door"
+BUILDER = "stoker.ray.deploy:build"
+ROUTER = "stoker.ray.serve_router:NamedReplicaRouter"
+POLICY = "stoker.ray.autoscaling:InteractivePolicy"
+MAX_ONGOING = 100_000
+"""Requests that Serve gives a replica or a door at once: the order and the bound of the line are Stoker's."""
+TELL_S = 2.0
+"""How often a replica tells the controller what it has to do; Serve's own is 10 s."""
+LOOK_BACK_S = 10.0
+"""Of the figures that the policy reads the newest of; a fifth of it is how often they are taken."""
+MAX_STARTS = 3
+"""Of a replica in a row, before the deployment has failed: a missing model does not come by itself."""
+REACH_S = 5.0
+"""In which the head of a cluster takes a connection."""
+POLL_S = 0.5
+ANSWER_S = 10.0
+"""In which the door answers at the address of the site once everything runs."""
+_FAILED = frozenset({"DEPLOY_FAILED", "UNHEALTHY"})
+_ANY = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}  # noqa: S104 - where a server of any address is asked from here
+
+Tell = Callable[[str], None]
+
+
+# ---------------------------------------------------------------- what is deployed
+
+
+def build(args: Mapping[str, Any]) -> Application:
+    """The application of a site.
+
+    Args:
+        args: what `RaySite.as_args` gives.
+
+    Raises:
+        InvalidRequestError: a setting is wrong.
+    """
+    site = site_of(args)
+    given = site.as_args()
+    replicas = _deployment(
+        StokerReplica,
+        digest_of(given["engine"]),
+        name=REPLICA,
+        ray_actor_options=_actor(site.ray.cpus, site.ray.gpus, site.ray.resources),
+        max_surge_percent=site.ray.surge_percent,
+        request_router_config=RequestRouterConfig(request_router_class=ROUTER),  # type: ignore[arg-type] # a path too
+        graceful_shutdown_timeout_s=site.ray.stop_s,
+        **_number(site),
+    )
+    engine = site.door_engine().model_dump(mode="json", exclude_unset=True)
+    doors = _deployment(
+        serve.ingress()(Door),
+        digest_of(engine, given["server"]),
+        name=DOOR,
+        num_replicas=site.ray.doors,
+        ray_actor_options=_actor(site.ray.door_cpus),
+        graceful_shutdown_timeout_s=site.ray.stop_s,
+    )
+    app: Application = doors.bind(replicas.bind(given["engine"]), engine, given["server"])
+    return app
+
+
+def _deployment(kind: type[Any], digest: str, **options: Any) -> Any:
+    """A deployment whose replicas stay where the digest is the one that they were started with."""
+    deployment: Any = serve.deployment(kind)
+    deployment = deployment.options(
+        max_ongoing_requests=MAX_ONGOING,
+        max_constructor_retry_count=MAX_STARTS,
+        graceful_shutdown_wait_loop_s=POLL_S,
+        **options,
+    )
+    return deployment.options(version=digest, _internal=True)  # else `serve.run` replaces what is equal too
+
+
+def _actor(cpus: float, gpus: float = 0, resources: Mapping[str, float] | None = None) -> dict[str, Any]:
+    return {"num_cpus": cpus, "num_gpus": gpus, "resources": dict(resources or {})}
+
+
+def _number(site: RaySite) -> dict[str, Any]:
+    """How many replicas there are: always as many, or as the policy says."""
+    table = site.ray
+    if table.most_replicas == table.min_replicas:
+        return {"num_replicas": table.min_replicas}
+    rule = {
+        "load": table.scale_load,
+        "wait_s": table.scale_wait_s,
+        "for_background": table.scale_for_background,
+    }
+    with warnings.catch_warnings(action="ignore"):  # the first is deprecated, and the only one that is obeyed
+        scaling = AutoscalingConfig(
+            metrics_interval_s=TELL_S,
+            min_replicas=table.min_replicas,
+            max_replicas=table.most_replicas,
+            upscale_delay_s=table.scale_out_after_s,
+            downscale_delay_s=table.scale_in_after_s,
+            look_back_period_s=LOOK_BACK_S,
+            policy=AutoscalingPolicy(policy_function=POLICY, policy_kwargs=rule),  # type: ignore[no-untyped-call] # Ray's
+        )
+    return {"autoscaling_config": scaling}
+
+
+def serve_config(site: RaySite) -> str:
+    """The site as a configuration of Ray Serve, for `serve deploy`, in YAML."""
+    config = {
+        "proxy_location": "EveryNode",
+        "http_options": {"host": site.server.host, "port": site.server.port},
+        "applications": [
+            {
+                "name": site.ray.name,
+                "route_prefix": "/",
+                "import_path": BUILDER,
+                "args": site.as_args(),
+            }
+        ],
+    }
+    text: str = yaml.safe_dump(config, sort_keys=False)
+    return text
+
+
+# ---------------------------------------------------------------- the cluster
+
+
+@contextlib.contextmanager
+def cluster(address: str | None, tell: Tell | None) -> Iterator[bool]:
+    """A connection to the cluster; one may be started where none runs here and none is named.
+
+    Args:
+        address: of its head; None: `RAY_ADDRESS`, then the one of this machine.
+        tell: gets a line for people when one is started; None: none is.
+
+    Yields:
+        Whether the cluster ends with this program.
+
+    Raises:
+        MachineSetupError: it does not answer, or none can be started.
+    """
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    logging.getLogger("ray.serve").setLevel(logging.ERROR)  # its lines are ours in other words
+    how: dict[str, Any] = {"namespace": "serve", "log_to_driver": False, "logging_level": logging.ERROR}
+    is_own = False
+    named = address or os.environ.get("RAY_ADDRESS")
+    _check_reachable(named)
+    try:
+        ray.init(address=named or "auto", **how)
+    except (ConnectionError, ValueError, RuntimeError, ray.exceptions.RayError) as error:
+        if not named and tell is None:
+            text = "no cluster of Ray runs on this machine; --address HOST:PORT names one elsewhere"
+            raise MachineSetupError(text, param="address") from None
+        if named or tell is None:
+            text = (
+                f"no cluster of Ray lets this machine in at {named}: {error}; one that asks for a token needs"
+                " RAY_AUTH_MODE=token here, one of another release of Ray that release"
+            )
+            raise MachineSetupError(" ".join(text.split()), param="address") from None
+        tell("no cluster of Ray runs here: one is started for as long as this command runs")
+        ray.init(address="local", include_dashboard=False, **how)
+        is_own = True
+    try:
+        yield is_own
+    finally:
+        if is_own:
+            serve.shutdown()  # type: ignore[no-untyped-call] # Ray's
+        ray.shutdown()
+
+
+def _check_reachable(address: str | None) -> None:
+    """Raises MachineSetupError: nothing listens there. Ray itself would try for minutes."""
+    host, colon, port = (address or "").rpartition(":")
+    if not (colon and port.isdigit() and "/" not in host):
+        return
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), REACH_S).close()
+    except OSError as error:
+        text = f"no cluster of Ray answers at {address}: {error.strerror or error}"
+        raise MachineSetupError(text, param="address") from None
+
+
+def missing_resources(site: RaySite) -> str:
+    """What the cluster has too little of for what is always there, for people; empty: nothing."""
+    has = ray.cluster_resources()  # type: ignore[no-untyped-call] # Ray's
+    num, table = site.ray.min_replicas, site.ray
+    needs = {"CPU": num * table.cpus + table.doors * table.door_cpus, "GPU": num * table.gpus}
+    needs |= {name: num * amount for name, amount in table.resources.items()}
+    short = [
+        f"{need:g} {name} of {has.get(name, 0):g}" for name, need in needs.items() if need > has.get(name, 0)
+    ]
+    return (
+        f"the cluster is too small now: the site needs {', '.join(short)}; replicas wait until there are"
+        if short
+        else ""
+    )
+
+
+# ---------------------------------------------------------------- what a command does
+
+
+def deploy(site: RaySite, tell: Tell) -> str:
+    """Deploy a site, or bring the one of its name to what the file says; returns when it serves.
+
+    Replicas whose settings changed are replaced one after another, and hand what they have over.
+
+    Args:
+        site: what is to be there.
+        tell: gets lines for people on what happens.
+
+    Returns:
+        The URL.
+
+    Raises:
+        MachineSetupError: a replica or a door does not start, or something else answers at the address.
+    """
+    server = site.server
+    if server.second_port is not None or not server.port:
+        name, value = ("port", server.port) if not server.port else ("ollama_port", server.second_port)
+        text = f"{name}: {value} is nothing for a site, whose doors answer at one port that is known"
+        raise InvalidRequestError(text, param=name)
+    app = build(site.as_args())
+    if short := missing_resources(site):
+        tell(short)
+    with _failing("Ray Serve does not start"):
+        serve.start(proxy_location="EveryNode", http_options={"host": server.host, "port": server.port})
+        serve.run_many(
+            [serve.RunTarget(app, name=site.ray.name)],
+            wait_for_ingress_deployment_creation=False,
+            wait_for_applications_running=False,
+        )
+    _wait(site.ray.name, tell)
+    url = f"http://{_ANY.get(server.host, server.host)}:{server.port}"
+    _check_answer(url)
+    return url
+
+
+@contextlib.contextmanager
+def _failing(text: str) -> Iterator[None]:
+    try:
+        yield
+    except (ray.exceptions.RayError, RuntimeError, ValueError, TimeoutError) as error:
+        raise MachineSetupError(f"{text}: {error}", param="ray") from None
+
+
+def _wait(name: str, tell: Tell) -> None:
+    """Tell how far the deployment is until it serves. Raises MachineSetupError: it fails."""
+    told = ""
+    while True:
+        one = site_status(name)
+        if one is not None:
+            line = "; ".join(f"{each.name}: {each.text}" for each in one.parts)
+            if line != told:
+                tell(line)
+                told = line
+            if one.state in _FAILED:
+                why = "; ".join(filter(None, [one.message, *(part.message for part in one.parts)]))
+                raise MachineSetupError(f"the site {name} is {one.state.lower()}: {why}", param="ray")
+            if one.state == "RUNNING":
+                return
+        time.sleep(POLL_S)
+
+
+def _check_answer(url: str) -> None:
+    """Raises MachineSetupError: a site does not answer there."""
+    ends_s = time.monotonic() + ANSWER_S
+    while True:
+        try:
+            answer = httpx.get(f"{url}/health", timeout=ANSWER_S)
+            if answer.status_code == httpx.codes.OK:
+                return
+            found = f"it answers {answer.status_code}"
+        except httpx.HTTPError as error:
+            found = str(error)
+        if time.monotonic() > ends_s:
+            text = (
+                f"the site runs, and does not answer at {url} ({found}): Ray Serve was started before with"
+                " another host or port, which `serve shutdown` ends"
+            )
+            raise MachineSetupError(text, param="port")
+        time.sleep(POLL_S)
+
+
+@dataclass(frozen=True, slots=True)
+class PartStatus:
+    """One deployment of a site.
+
+    Attributes:
+        name: `StokerReplica` or `Door`.
+        state: as Ray Serve calls it, such as HEALTHY or UPSCALING.
+        replicas: how many there are, by their state.
+        message: why it is not well; empty: nothing is said.
+    """
+
+    name: str
+    state: str
+    replicas: dict[str, int]
+    message: str
+
+    @property
+    def text(self) -> str:
+        """Its replicas by state, for people."""
+        return (
+            ", ".join(f"{num} {state.lower()}" for state, num in self.replicas.items() if num) or "none yet"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class SiteStatus:
+    """A site on the cluster.
+
+    Attributes:
+        name: of the application.
+        state: DEPLOYING, RUNNING, UNHEALTHY, DEPLOY_FAILED or DELETING.
+        message: why it does not run; empty: nothing is said.
+        parts: its deployments, the replicas first.
+    """
+
+    name: str
+    state: str
+    message: str
+    parts: list[PartStatus]
+
+
+def site_status(name: str) -> SiteStatus | None:
+    """How a site is; None: the cluster has none of that name."""
+    return next((one for one in site_statuses() if one.name == name), None)
+
+
+def site_statuses() -> list[SiteStatus]:
+    """Every site of the cluster, by name; other applications of Ray Serve are not told."""
+    found = serve.status().applications
+    return [_status(name, found[name]) for name in sorted(found) if _is_site(found[name])]
+
+
+def _is_site(app: ApplicationStatusOverview) -> bool:
+    return not app.deployments or {REPLICA, DOOR} <= app.deployments.keys()
+
+
+def _status(name: str, app: ApplicationStatusOverview) -> SiteStatus:
+    parts = [
+        PartStatus(
+            name=part,
+            state=_word(app.deployments[part].status),
+            replicas={_word(state): num for state, num in app.deployments[part].replica_states.items()},
+            message=app.deployments[part].message,
+        )
+        for part in (REPLICA, DOOR)
+        if part in app.deployments
+    ]
+    return SiteStatus(name, _word(app.status), app.message, parts)
+
+
+def _word(state: str) -> str:
+    """A state of Ray Serve's, which may be an enum of texts, as a text."""
+    return str.__str__(state)
+
+
+def delete(name: str) -> bool:
+    """Take a site off the cluster, and return when it is gone.
+
+    Returns:
+        Whether there was one.
+    """
+    if site_status(name) is None:
+        return False
+    serve.delete(name)
+    return True

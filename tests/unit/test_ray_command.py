@@ -1,0 +1,121 @@
+"""`stoker ray` without a cluster: what is refused, what Ray Serve is told, and what needs the extra."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+from typer.testing import CliRunner
+
+from stoker.cli.app import app
+from stoker.ray.site import RaySettings, read_site, site_of
+
+ROOT = Path(__file__).resolve().parents[2]
+FILE = """\
+slots = 2
+[models.a]
+file = "fake:"
+[keys.phone]
+hash = "sha256:1cd107c90e2d8f5c1ba31a3c2b7f0c05e5dbe1cf2f3a1e1f0e1d3c5ea9cf35c0"
+[ray]
+max_replicas = 3
+gpus = 0.5
+resources = { rack = 1 }
+"""
+TOLD = """\
+import json, sys
+from typer.testing import CliRunner
+from stoker.cli.app import app
+from stoker.ray.deploy import build
+file, *sites = json.loads(sys.argv[1])
+versions = []
+for args in sites:
+    door = build(args)._bound_deployment
+    replica = door.init_args[0]._bound_deployment
+    scaling = replica._deployment_config.autoscaling_config
+    versions.append({
+        "replica": replica.version, "door": door.version, "num": replica.num_replicas,
+        "most": scaling and scaling.max_replicas, "rule": scaling and scaling.policy.policy_kwargs,
+        "actor": replica.ray_actor_options, "engine": door.init_args[1],
+    })
+nowhere = CliRunner().invoke(app, ["ray", "status", "--address", "127.0.0.1:1"])
+config = CliRunner().invoke(app, ["ray", "config", file])
+print(json.dumps([versions, config.stdout, nowhere.exit_code, nowhere.stderr]))
+"""
+"""A program of its own: what Ray warns of at its import is an error in a test."""
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    """A right one."""
+    path = tmp_path / "site.toml"
+    path.write_text(FILE, encoding="utf-8")
+    return path
+
+
+def test_without_the_extra_the_error_says_what_to_install(monkeypatch, file: Path) -> None:
+    """P32: in each command; a wrong file is told before."""
+    monkeypatch.setitem(sys.modules, "ray", None)
+    monkeypatch.delitem(sys.modules, "stoker.ray.deploy", raising=False)
+    for words in (["deploy", str(file)], ["config", str(file)], ["status"], ["delete"]):
+        told = CliRunner().invoke(app, ["ray", *words])
+        assert told.exit_code == 2
+        assert told.stderr == 'stoker: Ray Serve is not installed here: pip install "stoker[ray]"\n'
+    file.write_text(FILE + "cpuz = 1\ngpuz = 1\n", encoding="utf-8")
+    told = CliRunner().invoke(app, ["ray", "deploy", str(file)])
+    assert told.exit_code == 2
+    assert f"{file}:10: ray.cpuz: there is no such setting; did you mean cpus?; 1 more:" in told.stderr
+
+
+@pytest.mark.parametrize("words", [[], ["deploy"], ["config"], ["status"], ["delete"]])
+def test_help_fits_a_terminal(words: list[str]) -> None:
+    """P32: 80 columns."""
+    told = CliRunner().invoke(app, ["ray", *words, "--help"], env={"COLUMNS": "80"}).output
+    assert "Examples:" in told
+    assert all(len(line) <= 80 for line in told.splitlines())
+
+
+def test_ray_serve_is_told_the_site_and_what_is_equal_keeps_its_version(file: Path) -> None:
+    """P32, P33: a change of the engine replaces replicas, one of the server doors, one of numbers nothing."""
+    site = read_site(file)
+    args = site.as_args()
+    changed = [
+        args | {"engine": args["engine"] | {"slots": 3}},
+        args | {"server": args["server"] | {"strict": True}},
+        args | {"ray": args["ray"] | {"max_replicas": 1}},
+    ]
+    given = json.dumps([str(file), args, args, *changed])
+    done = subprocess.run(
+        [sys.executable, "-c", TOLD, given], capture_output=True, text=True, check=False, timeout=60
+    )
+    assert done.returncode == 0, done.stderr
+    (first, again, models, door, numbers), told, exit_code, nowhere = json.loads(done.stdout)
+    assert again == first
+    assert (models["replica"] == first["replica"], models["door"] == first["door"]) == (False, True)
+    assert (door["replica"] == first["replica"], door["door"] == first["door"]) == (True, False)
+    assert (numbers["replica"], numbers["door"]) == (first["replica"], first["door"])
+    assert (first["most"], numbers["most"], numbers["num"]) == (3, None, 1)
+    assert first["rule"] == {"load": 0.8, "wait_s": 5.0, "for_background": False}
+    assert first["actor"] == {"num_cpus": 1.0, "num_gpus": 0.5, "resources": {"rack": 1.0}}
+    assert first["engine"] == {}
+
+    config = yaml.safe_load(told)
+    (application,) = config["applications"]
+    assert application["import_path"] == "stoker.ray.deploy:build"
+    assert site_of(application["args"]) == site
+    assert config["http_options"] == {"host": "127.0.0.1", "port": 8686}
+
+    refused = "stoker: no cluster of Ray answers at 127.0.0.1:1: Connection refused\n"
+    assert (exit_code, nowhere) == (2, refused), "Ray itself tries for minutes"
+
+
+def test_the_page_names_every_key_of_the_table() -> None:
+    """P30: with its default."""
+    page = (ROOT / "docs" / "howto" / "ray.md").read_text(encoding="utf-8")
+    table = "\n".join(line for line in page.splitlines() if line.startswith("| `"))
+    missing = [name for name in RaySettings.model_fields if f"`{name}`" not in table]
+    assert missing == []
