@@ -13,7 +13,9 @@ import fsspec
 import pytest
 
 from stoker import EngineSettings, Sampling
-from stoker.cache.shared import rule, threads
+from stoker.cache.disk.prefix_file import NewPrefix, encode
+from stoker.cache.radix import key_of
+from stoker.cache.shared import rule, threads, tier
 from stoker.cache.shared.files import SharedFiles
 from stoker.cache.shared.names import ROOT
 from stoker.client.process.transport import config_of
@@ -218,7 +220,7 @@ def test_a_request_that_wants_no_cache_asks_no_store(machines: Any, folder: str)
     assert len(files_of(folder)) == 1
 
 
-@pytest.mark.parametrize("harm", ["changed", "cut", "removed", "foreign"])
+@pytest.mark.parametrize("harm", ["changed", "cut", "removed", "foreign", "swapped"])
 def test_a_bad_file_is_a_miss(machines: Any, folder: str, harm: str) -> None:
     """C19: it was sound when it was listed; the answer is computed, and no other request asks for it."""
     first = machines(folder)
@@ -228,7 +230,11 @@ def test_a_bad_file_is_a_miss(machines: Any, folder: str, harm: str) -> None:
     second.look()
     (path,) = files_of(folder)
     data = bytearray(path.read_bytes())
+    other = NewPrefix(bytes(32), FAKE, "", key_of(range(40)))
     match harm:
+        case "swapped":
+            data = bytearray(encode(other, memoryview(b"another")))
+            path.write_bytes(data)
         case "changed":
             data[-1] ^= 1
             path.write_bytes(data)
@@ -246,7 +252,7 @@ def test_a_bad_file_is_a_miss(machines: Any, folder: str, harm: str) -> None:
     assert not path.exists() or path.read_bytes() != data
 
 
-@pytest.mark.parametrize("harm", ["short", "head"])
+@pytest.mark.parametrize("harm", ["short", "head", "misnamed"])
 def test_a_bad_file_is_not_listed(machines: Any, folder: str, harm: str) -> None:
     """C19: one that is being written, or whose head is not what was written, is not known at all."""
     first = machines(folder)
@@ -254,8 +260,11 @@ def test_a_bad_file_is_not_listed(machines: Any, folder: str, harm: str) -> None
     first.put()
     (path,) = files_of(folder)
     data = bytearray(path.read_bytes())
-    data[60] ^= 1
-    path.write_bytes(data if harm == "head" else data[:-1])
+    if harm == "misnamed":
+        path.rename(path.with_name(path.name.replace(path.stem[-32:], "0" * 32)))
+    else:
+        data[60] ^= harm == "head"
+        path.write_bytes(data if harm == "head" else data[:-1])
     second = machines(folder)
     second.look()
     assert (second.store.num_files, second.store.num_usable) == (1, 0)
@@ -356,8 +365,11 @@ def test_a_kind_of_store_without_its_package_is_said_with_the_remedy(machines: A
     assert "pip install 'stoker[store]'" in first.store.problem
 
 
-def test_the_end_of_an_engine_puts_what_is_due(machines: Any, folder: str) -> None:
-    """C19: a machine that goes leaves what it computed to the others."""
+def test_the_end_of_an_engine_puts_what_is_due(
+    machines: Any, folder: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """C19: a machine that goes leaves what it computed to the others, due or not."""
+    monkeypatch.setattr(tier, "SETTLE_S", 1000.0)
     first = machines(folder)
     text, _ = first.run()
     first.close()
