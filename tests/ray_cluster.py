@@ -116,7 +116,7 @@ def main() -> None:
     given = json.loads(sys.argv[1])
     ray.init(
         address="local",
-        num_cpus=8,
+        num_cpus=1,
         include_dashboard=False,
         object_store_memory=STORE_BYTES,
         log_to_driver=False,
@@ -127,7 +127,7 @@ def main() -> None:
     few: dict[str, Any] = {
         "max_ongoing_requests": 10_000,
         "graceful_shutdown_wait_loop_s": 0.1,
-        "ray_actor_options": {"num_cpus": 0.1},
+        "ray_actor_options": {"num_cpus": 0.01},
     }
     router = RequestRouterConfig(request_router_class="stoker.ray.serve_router:NamedReplicaRouter")
     replicas = serve.deployment(StokerReplica).options(

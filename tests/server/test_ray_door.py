@@ -1,10 +1,11 @@
-"""A door and two replicas on a cluster of Ray: answers, keys, and a replica that is killed."""
+"""A door and two replicas on a cluster of Ray: clients that leave, and a replica that is killed."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import httpx
 import psutil
@@ -54,6 +55,31 @@ async def crowd(url: str, *, victim: psutil.Process | None) -> list[tuple[str, l
                 await begun.acquire()
             victim.kill()
         return await asyncio.gather(*asking)
+
+
+async def machines(http: httpx.AsyncClient) -> list[dict[str, Any]]:
+    """The replicas as the door shows them."""
+    found: list[dict[str, Any]] = (await http.get("/v1/runtime")).json()["machines"]
+    return found
+
+
+async def num_busy_until(http: httpx.AsyncClient, num: int) -> None:
+    """Until so many slots of all replicas compute."""
+    async with asyncio.timeout(30):
+        while sum(one["num_busy"] for one in await machines(http)) != num:  # noqa: ASYNC110 - another program's
+            await asyncio.sleep(0.1)
+
+
+async def test_a_client_that_leaves_cancels_in_the_replica(site: ClusterSite) -> None:
+    """P40: its slot there is free again, long before the request would have ended."""
+    async with httpx.AsyncClient(base_url=site.url, timeout=60) as http:
+        body = {"prompt": "For ever", "max_tokens": 10_000, "stream": True}
+        async with http.stream("POST", "/v1/completions", json=body) as answer:
+            lines = answer.aiter_lines()
+            assert (await anext(lines)).startswith("data: {")
+            await num_busy_until(http, 1)
+            await lines.aclose()
+        await num_busy_until(http, 0)
 
 
 async def test_streams_outlive_a_replica_of_ray(site: ClusterSite) -> None:

@@ -10,7 +10,8 @@ import asyncio
 from typing import TYPE_CHECKING, Any
 
 from stoker.gate.runtime import GateRuntime
-from stoker.ray.link import RayPeer, ReplicaCalls
+from stoker.ray.calls import ReplicaCalls
+from stoker.ray.link import RayPeer
 from stoker.ray.roster import roster_of
 from stoker.server.app import create_app, server_context
 from stoker.server.start import RuntimeStart
@@ -75,9 +76,8 @@ class Door:
     def _replicas_changed(self) -> None:
         """Other replicas are there than were."""
         names = self._roster.names
-        for name in [one for one in self._peers if one not in names]:
-            del self._peers[name]
-        for name in names:
-            if name not in self._peers:
-                self._peers[name] = RayPeer(self._calls, name, self._door, self._roster)
-        self._runtime.replace_machines(list(self._peers.values()))
+        known = {name: peer for name, peer in self._peers.items() if not peer.is_closed}
+        new = [name for name in names if name not in known]
+        known |= {name: RayPeer(self._calls, name, self._door, self._roster) for name in new}
+        self._peers = known
+        self._runtime.replace_machines([known[name] for name in names])

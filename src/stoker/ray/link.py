@@ -1,4 +1,4 @@
-"""A machine that is a replica of Ray Serve: the gate's `PeerLink` over a handle.
+"""A machine that is a replica of Ray Serve: the gate's `PeerLink` over calls of it.
 
 A door has one stream open to each replica that has a request of its; a message carries what a step of the
 engine gave all of them, as a message of Ray takes half a millisecond. What goes the other way are calls.
@@ -9,13 +9,11 @@ from __future__ import annotations
 import asyncio
 import contextvars
 import itertools
-from collections.abc import AsyncGenerator, Coroutine
+from collections.abc import Coroutine
 from contextlib import aclosing
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import msgspec
-from ray.exceptions import RayError
-from ray.serve.exceptions import RayServeException
 
 from stoker.errors import ErrorInfo, ServerLostError, StokerError, error_from_info
 from stoker.gate.link import PeerLook
@@ -24,11 +22,10 @@ from stoker.ipc.commands import TextQuestion
 from stoker.ipc.events import Failed, Finished
 
 if TYPE_CHECKING:
-    from ray.serve.handle import DeploymentHandle, DeploymentResponseGenerator
-
     from stoker.gate.link import OnEnd, OnEvents, PeerRun
     from stoker.ipc.commands import Submit
     from stoker.ipc.events import Event, RequestEvent
+    from stoker.ray.calls import ReplicaCalls
     from stoker.ray.roster import Roster
 
 LOOK_S = 3.0
@@ -51,46 +48,6 @@ class ReplicaAnswer(msgspec.Struct, frozen=True):
 _answer = msgspec.msgpack.Decoder(ReplicaAnswer).decode
 
 
-class ReplicaCalls:
-    """Calls of the replicas behind a handle, each to the one that it names.
-
-    They are made in a context of their own: Ray ties calls to the HTTP request in whose context they are
-    made, ends them with it, and may mix up two of one request.
-
-    Args:
-        handle: of the replicas' deployment.
-    """
-
-    def __init__(self, handle: DeploymentHandle[Any]) -> None:
-        self.name = f"ray:{handle.app_name}/{handle.deployment_name}"
-        methods = ("submit", "cancel", "ask", "steer", "operate", "look")
-        self._unary = {method: handle.options(method_name=method) for method in methods}
-        self._open = handle.options(method_name="open", stream=True)
-
-    def __repr__(self) -> str:
-        return f"<ReplicaCalls of {self.name}>"
-
-    async def call(self, replica: str, method: str, limit_s: float | None, *given: Any) -> bytes:
-        """The answer of one call. Raises ServerLostError: there is none."""
-        try:
-            async with asyncio.timeout(limit_s):
-                found: bytes = await self._unary[method].remote(*given, replica=replica)
-        except (RayError, RayServeException, TimeoutError) as error:
-            raise lost(replica, error) from None
-        return found
-
-    async def open(self, replica: str, door: str) -> AsyncGenerator[bytes, None]:
-        """The frames of a stream, until either side ends it. Raises ServerLostError: the replica is gone."""
-        stream = cast("DeploymentResponseGenerator[bytes]", self._open.remote(door, replica=replica))
-        try:
-            async for frame in stream:
-                yield frame
-        except (RayError, RayServeException) as error:
-            raise lost(replica, error) from None
-        finally:
-            stream.cancel()  # type: ignore[no-untyped-call]
-
-
 def lost(replica: str, error: BaseException) -> ServerLostError:
     """That a replica does not answer, and why."""
     reason = str(error).strip().partition("\n")[0] or type(error).__name__
@@ -104,10 +61,15 @@ class RayRun:
         peer: of the replica.
         submit: as in `PeerLink.run`.
         on_events, on_end: likewise.
+
+    Attributes:
+        stream: that its events come over; empty: it is not submitted yet.
+        task: submits it.
     """
 
     def __init__(self, peer: RayPeer, submit: Submit, on_events: OnEvents, on_end: OnEnd) -> None:
         self.request_id = submit.request_id
+        self.stream = ""
         self._peer = peer
         self._on_events, self._on_end = on_events, on_end
         self._is_over = False
@@ -152,8 +114,8 @@ class RayRun:
 
     async def _submit(self, body: bytes) -> None:
         try:
-            stream = self._peer.stream()
-            await self._peer.calls.call(self._peer.name, "submit", CALL_S, stream, body)
+            self.stream = self._peer.stream()
+            await self._peer.calls.call(self._peer.name, "submit", CALL_S, self.stream, body)
         except StokerError as error:
             self.end(error)
 
@@ -166,11 +128,16 @@ class RayPeer:
         replica: its name.
         door: of this door, no other has it.
         roster: told while it is in use.
+
+    Attributes:
+        heard_s: when anything came over the stream, on the clock of the event loop.
+        is_closed: `close` was called.
     """
 
     def __init__(self, calls: ReplicaCalls, replica: str, door: str, roster: Roster) -> None:
         self.calls, self.name = calls, replica
         self.heard_s = 0.0
+        self.is_closed = False
         self._door, self._roster = door, roster
         self._numbers = itertools.count(1)
         self._stream = ""
@@ -212,6 +179,7 @@ class RayPeer:
 
     async def close(self) -> None:
         """See `PeerLink`."""
+        self.is_closed = True
         for run in list(self._runs.values()):
             run.abandon()
         reader, self._reader = self._reader, None
@@ -251,14 +219,14 @@ class RayPeer:
     def abandoned(self, run: RayRun) -> None:
         """Nobody wants a run any more: the replica cancels it, once it has it."""
         self.over(run)
-        self.task(self._cancel(run, self._stream))
+        self.task(self._cancel(run))
 
     # ------------------------------------------------------------ inside
 
-    async def _cancel(self, run: RayRun, stream: str) -> None:
+    async def _cancel(self, run: RayRun) -> None:
         await asyncio.wait([run.task])
         try:
-            await self.calls.call(self.name, "cancel", CALL_S, stream, run.request_id)
+            await self.calls.call(self.name, "cancel", CALL_S, run.stream, run.request_id)
         except StokerError:
             return  # it is gone, and the request with it
 

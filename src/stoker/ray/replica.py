@@ -38,7 +38,8 @@ log = logging.getLogger(__name__)
 BEAT_S = 5.0
 """The longest silence on a stream."""
 SILENT_S = 45.0
-"""A door that has neither asked nor read for so long is gone."""
+"""A door that has asked nothing for so long is gone."""
+SWEEP_S = 10.0
 MAX_WAITING = 20_000
 """Events that wait for a door to read them; past that its requests wait too."""
 SICK_S = 120.0
@@ -67,7 +68,7 @@ class DoorStream:
         self._has_room.set()
         self._requests: dict[str, asyncio.Task[None]] = {}
         self._heard_s = asyncio.get_running_loop().time()
-        self.is_open = False
+        self._is_over = False
 
     def __repr__(self) -> str:
         return f"<DoorStream {self._door}, {len(self._requests)} requests>"
@@ -92,10 +93,9 @@ class DoorStream:
             task.cancel()
 
     async def frames(self) -> AsyncGenerator[bytes, None]:
-        """All that comes for the door, an empty list where nothing does for a while."""
-        self.is_open = True
+        """All that comes for the door, an empty list where nothing does for a while; until `close`."""
         yield encode_events([])
-        while True:
+        while not self._is_over:
             try:
                 async with asyncio.timeout(BEAT_S):
                     await self._has_news.wait()
@@ -107,7 +107,9 @@ class DoorStream:
             yield encode_events(found)
 
     async def close(self) -> None:
-        """Cancel what the door has here. Idempotent."""
+        """Cancel what the door has here, and end the stream. Idempotent."""
+        self._is_over = True
+        self._has_news.set()
         tasks = list(self._requests.values())
         for task in tasks:
             task.cancel()
@@ -162,6 +164,7 @@ class StokerReplica:
         except BaseException:
             await self._runtime.close()
             raise
+        self._sweeping = asyncio.ensure_future(self._sweep())
 
     def __repr__(self) -> str:
         return f"<StokerReplica {self._runtime!r}, {len(self._streams)} doors>"
@@ -169,6 +172,7 @@ class StokerReplica:
     async def __del__(self) -> None:
         """Ray's destructor: doors have taken what they had here elsewhere, or it has ended."""
         self._is_leaving = True
+        self._sweeping.cancel()
         for stream in list(self._streams.values()):
             await stream.close()
         await self._runtime.close()
@@ -185,9 +189,6 @@ class StokerReplica:
     async def check_health(self) -> None:
         """Raises MachineSetupError: this process cannot help itself any more."""
         health = self._runtime.health()
-        for name, stream in list(self._streams.items()):
-            if stream.silent_s > SILENT_S:
-                await self._leave(name, stream)
         is_ended = health.state in {"failed", "closed"}
         if is_ended or (health.state == "failing" and health.for_s > SICK_S):
             raise MachineSetupError(f"no engine serves here: {health.state}, {health.reason}")
@@ -261,6 +262,14 @@ class StokerReplica:
             self._streams[door] = DoorStream(self._runtime, door)
         self._streams[door].noticed()
         return self._streams[door]
+
+    async def _sweep(self) -> None:
+        """End the streams of doors that are gone, for ever."""
+        while True:
+            await asyncio.sleep(SWEEP_S)
+            for name, stream in list(self._streams.items()):
+                if stream.silent_s > SILENT_S:
+                    await self._leave(name, stream)
 
     async def _leave(self, door: str, stream: DoorStream) -> None:
         self._streams.pop(door, None)
