@@ -19,8 +19,8 @@ from stoker.backends.llama.binding import accelerators, llama
 from stoker.backends.llama.context import LlamaContext
 from stoker.backends.llama.context_options import ContextOptions, KeyType
 from stoker.backends.llama.model import LlamaModel, ModelOptions
-from stoker.backends.llama.threads import num_physical_cores
 from stoker.backends.protocol.backend import BatchPlan, PlanItem
+from stoker.backends.threads import num_physical_cores
 from stoker.errors import (
     EngineError,
     InsufficientMemoryError,
@@ -353,8 +353,8 @@ def test_the_default_thread_count_is_the_cores_this_process_has(
     found = num_physical_cores()
     assert found >= 1
     (tmp_path / "cpu.max").write_text("150000 100000\n")
-    monkeypatch.setattr("stoker.backends.llama.threads._CGROUP_DIR", tmp_path)
-    monkeypatch.setattr("stoker.backends.llama.threads._cores_in_mask", lambda: 8)
+    monkeypatch.setattr("stoker.backends.threads._CGROUP_DIR", tmp_path)
+    monkeypatch.setattr("stoker.backends.threads._cores_in_mask", lambda: 8)
     assert num_physical_cores() == 1
     (tmp_path / "cpu.max").write_text("max 100000\n")
     assert num_physical_cores() == 8

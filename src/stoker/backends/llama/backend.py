@@ -30,11 +30,11 @@ from stoker.backends.llama.smoke.smoke import (
     untried_options,
 )
 from stoker.backends.llama.state import HiddenStates, RecurrentStates, SequenceStates
-from stoker.backends.llama.threads import num_physical_cores
 from stoker.backends.llama.vision.vision import BLIND, CallLimits, VisionContext, open_vision
 from stoker.backends.protocol.backend import PLAIN, BatchPlan, Capabilities, Computed, Conditioning, PlanItem
 from stoker.backends.protocol.extensions import Extensions
 from stoker.backends.protocol.scoring import ScoringLane
+from stoker.backends.threads import num_physical_cores
 from stoker.errors import ModelLoadError, UnsupportedError
 from stoker.ipc.model import KVLayout, ModelClass, Repeatable
 from stoker.models.fingerprint import fingerprint

@@ -23,9 +23,9 @@ from stoker.backends.llama.context import LlamaContext
 from stoker.backends.llama.context_options import ContextOptions
 from stoker.backends.llama.model import LlamaModel
 from stoker.backends.llama.smoke.smoke import tried_options
-from stoker.backends.llama.threads import num_physical_cores
 from stoker.backends.protocol.backend import BatchPlan, Computed, Conditioning, PlanItem
 from stoker.backends.protocol.extensions import Extensions
+from stoker.backends.threads import num_physical_cores
 from stoker.errors import ModelLoadError, StepFailedError, StokerError, UnsupportedError
 from stoker.ipc.model import ModelClass
 from stoker.models.gguf.header import read_header

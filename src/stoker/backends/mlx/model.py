@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from stoker.backends.llama.threads import num_physical_cores
 from stoker.backends.mlx import native
 from stoker.backends.mlx.backend import MlxBackend
 from stoker.backends.mlx.caches import kinds
@@ -17,6 +16,7 @@ from stoker.backends.mlx.network import Network, open_network
 from stoker.backends.mlx.text.vocabulary import FolderVocabulary
 from stoker.backends.mlx.vision.vision import open_vision
 from stoker.backends.protocol.backend import Capabilities
+from stoker.backends.threads import num_physical_cores
 from stoker.errors import UnsupportedError
 from stoker.ipc.model import KVLayout
 from stoker.models.memory_estimate.estimate import num_sequences

@@ -5,12 +5,12 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING
 
-from stoker.backends.llama.threads import num_physical_cores
 from stoker.backends.mnn.binding import MnnModel, label
 from stoker.backends.mnn.estimate import estimate, num_cells
 from stoker.backends.mnn.vocabulary import MnnVocabulary
 from stoker.backends.protocol.backend import BatchPlan, Capabilities, Computed, Lengths
 from stoker.backends.protocol.extensions import NO_EXTENSIONS
+from stoker.backends.threads import num_physical_cores
 from stoker.errors import ModelLoadError, PoolFullError, StepFailedError, StokerError, UnsupportedError
 from stoker.ipc.model import ModelClass
 

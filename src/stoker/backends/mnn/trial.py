@@ -21,9 +21,9 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from stoker.backends.llama.threads import num_physical_cores
 from stoker.backends.mnn.binding import library_version
 from stoker.backends.mnn.folder import MnnFolder
+from stoker.backends.threads import num_physical_cores
 from stoker.backends.trial.children import run_child
 from stoker.errors import LoadCrashedError, ModelLoadError, StokerError
 from stoker.models.trials import cpu_identity, read_trials, write_trials

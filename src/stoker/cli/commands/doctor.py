@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from stoker.backends.threads import num_physical_cores
 from stoker.cli.doctor.backends import backends, self_test
 from stoker.cli.doctor.finding import Finding, Level
 from stoker.cli.exits import ExitCode
@@ -189,7 +190,7 @@ def _cpu_model() -> tuple[str, set[str]]:
 
 def _threads(settings: EngineSettings, use: CoreUse) -> Finding:
     """What steps would run with now, and why; a free machine and a busy one are told apart."""
-    most = settings.threads or _num_physical_cores()
+    most = settings.threads or num_physical_cores()
     origin = "as set" if settings.threads else f"physical cores of {use.num_cores} logical ones"
     if use.others_cores is None:
         text = f"{most} ({origin}); what other programs use cannot be seen here; {WHEN_OTHERS_COMPUTE}"
@@ -206,15 +207,6 @@ def _threads(settings: EngineSettings, use: CoreUse) -> Finding:
         f"{busiest.name} (process {busiest.pid}, {busiest.num_cores:.0%} of a core)" if busiest else "another"
     )
     return Finding("threads", Level.WARNING, text, f"for full speed stop {who}, or start it with `nice`")
-
-
-def _num_physical_cores() -> int:
-    """As the engine counts them; without its bindings, which the build's finding tells of, at least one."""
-    try:
-        from stoker.backends.llama.threads import num_physical_cores
-    except (ImportError, OSError, RuntimeError):
-        return os.cpu_count() or 1
-    return num_physical_cores()
 
 
 def _memory(settings: EngineSettings) -> Finding:

@@ -33,10 +33,10 @@ from stoker.backends.llama.binding import (
 from stoker.backends.llama.model import LlamaModel
 from stoker.backends.llama.shortage import load_error
 from stoker.backends.llama.smoke.smoke import tried_options
-from stoker.backends.llama.threads import num_physical_cores
 from stoker.backends.protocol.backend import BatchPlan, Capabilities, PlanItem
 from stoker.backends.protocol.encoding import check_texts
 from stoker.backends.protocol.extensions import Extensions
+from stoker.backends.threads import num_physical_cores
 from stoker.errors import StepFailedError, UnsupportedError
 from stoker.ipc.model import ModelClass, Pooling
 from stoker.models.fingerprint import fingerprint

@@ -22,8 +22,8 @@ import numpy as np
 from stoker.backends.llama.context import LlamaContext
 from stoker.backends.llama.context_options import ContextOptions
 from stoker.backends.llama.model import LlamaModel, ModelOptions
-from stoker.backends.llama.threads import num_physical_cores
 from stoker.backends.protocol.backend import BatchPlan, PlanItem
+from stoker.backends.threads import num_physical_cores
 from stoker.errors import LoadCrashedError, ModelLoadError, StokerError
 from stoker.ipc.model import NO_DEVICE, PlacementSpec
 from stoker.native_crash import native_text, prepare_to_crash

@@ -27,8 +27,8 @@ from stoker.backends.llama.model import LlamaModel, ModelOptions
 from stoker.backends.llama.seq2seq import SourceReader
 from stoker.backends.llama.smoke.first_decode import BATCH_TOKENS, first_tokens, nonsense_in
 from stoker.backends.llama.smoke.key_cost import key_cost
-from stoker.backends.llama.threads import num_physical_cores
 from stoker.backends.protocol.backend import BatchPlan, PlanItem
+from stoker.backends.threads import num_physical_cores
 from stoker.errors import InsufficientMemoryError, StokerError
 from stoker.ipc.model import PlacementSpec
 from stoker.native_crash import prepare_to_crash
