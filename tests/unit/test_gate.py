@@ -353,6 +353,19 @@ async def test_a_request_that_takes_machines_with_it_gets_no_fourth() -> None:
     await site.close()
 
 
+async def test_models_stay_while_all_machines_are_replaced(bench: Bench) -> None:
+    """P10: none of the new ones has said what it has, and callers still find what was served."""
+    before = bench.site.infos()
+    assert before
+    changes: list[int] = []
+    bench.site.on_models = lambda: changes.append(1)
+    bench.site.replace([ScriptedLink("c")])
+    assert [one.link.name for one in bench.site] == ["c"]
+    assert (bench.site.infos(), changes) == (before, [])
+    await bench.site.ask_now("c")
+    assert [info.id for info in bench.site.infos()] == [info.id for info in before]
+
+
 async def test_a_cancel_ends_it_here_and_there(bench: Bench) -> None:
     """P7: one end, and the machine is told."""
     bench.submit(n=2)

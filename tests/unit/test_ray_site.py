@@ -106,6 +106,17 @@ def test_a_digest_is_of_what_it_is_given() -> None:
     assert digest_of({"a": 1}) != digest_of({"a": 2})
 
 
+def test_a_replica_comes_with_the_default_model_loaded(tmp_path) -> None:
+    """P31: else people who wait would not go there; a table that says so itself is left alone."""
+    found = site(tmp_path, '[models.a]\nfile = "fake:"\n[models.b]\nfile = "fake:"\n')
+    tables = found.replica_engine().model_tables
+    assert [(name, table.load) for name, table in tables.items()] == [("a", True), ("b", False)]
+    found = site(tmp_path, '[models.a]\nfile = "fake:"\nload = false\n')
+    assert found.replica_engine() == found.engine
+    found = site(tmp_path, 'models = ["fake:"]\n')
+    assert found.replica_engine() == found.engine
+
+
 # ---------------------------------------------------------------- how many replicas
 
 

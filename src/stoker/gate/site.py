@@ -152,6 +152,7 @@ class Site:
         self._router = Router()
         self._machines = {link.name: Machine(link) for link in links}
         self._served: list[tuple[Any, ...]] = []
+        self._kept: list[ModelInfo] = []
         self._next_slot: dict[str, int] = {}
         self._closing: set[asyncio.Task[None]] = set()
         self._changed = asyncio.Event()
@@ -250,7 +251,12 @@ class Site:
         return self._machines.get(name)
 
     def infos(self) -> list[ModelInfo]:
-        """Every model of the site once, in the order of the machines, with the slots of all that have it."""
+        """Every model of the site once, in the order of the machines, with the slots of all that have it.
+
+        While none of them has said what it has, as where all were replaced, these are those of the last ones.
+        """
+        if not any(machine.is_wanted and machine.look is not None for machine in self):
+            return self._kept
         found: dict[str, ModelInfo] = {}
         for machine in self:
             for info in machine.infos() if machine.is_wanted else ():
@@ -369,7 +375,8 @@ class Site:
 
     def _told_models(self) -> None:
         """Tell that the models are others, if they are."""
-        served = [tuple(getattr(info, name) for name in ("id", *CLIENT_SIDE)) for info in self.infos()]
+        self._kept = self.infos()
+        served = [tuple(getattr(info, name) for name in ("id", *CLIENT_SIDE)) for info in self._kept]
         if served != self._served:
             self._served = served
             self.on_models()

@@ -69,10 +69,11 @@ def build(args: Mapping[str, Any]) -> Application:
         InvalidRequestError: a setting is wrong.
     """
     site = site_of(args)
-    given = site.as_args()
+    models = site.replica_engine().model_dump(mode="json", exclude_unset=True)
+    server = site.server.model_dump(mode="json", exclude_unset=True)
     replicas = _deployment(
         StokerReplica,
-        digest_of(given["engine"]),
+        digest_of(models),
         name=REPLICA,
         ray_actor_options=_actor(site.ray.cpus, site.ray.gpus, site.ray.resources),
         max_surge_percent=site.ray.surge_percent,
@@ -83,13 +84,13 @@ def build(args: Mapping[str, Any]) -> Application:
     engine = site.door_engine().model_dump(mode="json", exclude_unset=True)
     doors = _deployment(
         serve.ingress()(Door),
-        digest_of(engine, given["server"]),
+        digest_of(engine, server),
         name=DOOR,
         num_replicas=site.ray.doors,
         ray_actor_options=_actor(site.ray.door_cpus),
         graceful_shutdown_timeout_s=site.ray.stop_s,
     )
-    app: Application = doors.bind(replicas.bind(given["engine"]), engine, given["server"])
+    app: Application = doors.bind(replicas.bind(models), engine, server)
     return app
 
 

@@ -161,6 +161,17 @@ class RaySite:
             for name in ("engine", "server", "ray")
         }
 
+    def replica_engine(self) -> EngineSettings:
+        """Settings of the engine as a replica has them: it comes with the default model loaded.
+
+        Else one that comes for people who wait would get none of them: requests go where their model is.
+        """
+        name = self.engine.default_table
+        table = self.engine.model_tables.get(name or "")
+        if name is None or table is None or "load" in table.model_fields_set:
+            return self.engine
+        return self.engine.replace(model_tables=self.engine.model_tables | {name: table.replace(load=True)})
+
     def door_engine(self) -> EngineSettings:
         """Settings of the engine as a door has them: without those of models, which its replicas tell."""
         given = self.engine.model_dump(exclude_unset=True)
