@@ -23,7 +23,9 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ClusterSite]:
     """Three replicas of one thread each."""
     folder = tmp_path_factory.mktemp("ray")
     model = write_llama(folder / "tiny.gguf", context=1024)
-    with ray_site(folder, 3, {**ENGINE, "models": [str(model)]}) as started:
+    template = folder / "template.jinja"
+    template.write_text("{% for one in messages %}{{ one.content }} {% endfor %}")
+    with ray_site(folder, 3, {**ENGINE, "models": [str(model)], "chat_template": str(template)}) as started:
         yield started
 
 
