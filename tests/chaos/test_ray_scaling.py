@@ -1,0 +1,178 @@
+"""A site on a cluster of Ray, deployed by the command: replicas come and go under streams, and lose none.
+
+Slow: Ray starts a process for each replica.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import socket
+import sys
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import httpx
+import pytest
+from tests.ray_head import ENVIRONMENT, ray_head
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+
+WAIT_S = 120.0
+POLL_S = 0.3
+FILE = """\
+port = {port}
+slots = {slots}
+run_dir = "{folder}/run"
+cache_dir = "{folder}/cache"
+[models.story]
+file = "fake:eog_period=0,step_delay_s=0.02"
+[ray]
+name = "tested"
+min_replicas = {least}
+max_replicas = {most}
+cpus = 0.2
+door_cpus = 0.2
+scale_wait_s = 0.5
+scale_out_after_s = 1
+scale_in_after_s = 3
+"""
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """One that runs.
+
+    Attributes:
+        address: of its head.
+        port: of its HTTP proxies, which stays once a site was deployed.
+    """
+
+    address: str
+    port: int
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    """One for all tests."""
+    with socket.socket() as one:
+        one.bind(("127.0.0.1", 0))
+        port = one.getsockname()[1]
+    with ray_head(tmp_path_factory.mktemp("ray")) as address:
+        yield Cluster(address, port)
+
+
+class DeployedSite:
+    """The site of a file on the cluster.
+
+    Args:
+        cluster: where it is deployed.
+        folder: for the file, and what the site stores.
+    """
+
+    def __init__(self, cluster: Cluster, folder: Path) -> None:
+        self._cluster, self._folder = cluster, folder
+        self.url = f"http://127.0.0.1:{cluster.port}"
+
+    async def deploy(self, *, slots: int = 2, least: int = 1, most: int = 1) -> str:
+        """What the command says."""
+        file = self._folder / "site.toml"
+        own = {"port": self._cluster.port, "folder": self._folder}
+        text = FILE.format(slots=slots, least=least, most=most, **own)
+        file.write_text(text, encoding="utf-8")
+        return await self.run("deploy", str(file))
+
+    async def run(self, *words: str) -> str:
+        """The output of `stoker ray`; it ends well."""
+        process = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-m", "stoker.cli", "ray", *words, "--address", self._cluster.address),
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.PIPE,
+            env=os.environ | ENVIRONMENT,
+        )
+        out, err = await process.communicate()
+        assert process.returncode == 0, err.decode()
+        return out.decode()
+
+
+@asynccontextmanager
+async def deployed(cluster: Cluster, folder: Path, **how: int) -> AsyncIterator[DeployedSite]:
+    """A site that is deleted at the end."""
+    site = DeployedSite(cluster, folder)
+    assert (await site.deploy(**how)).strip() == site.url
+    yield site
+    await site.run("delete", "tested")
+
+
+async def told(
+    http: httpx.AsyncClient, number: int, num_tokens: int, priority: str = "interactive"
+) -> tuple[str, list[str]]:
+    """One stream's text, and the reasons of its ends."""
+    body = {"prompt": f"Story {number}", "max_tokens": num_tokens, "seed": number, "stream": True}
+    body["priority"] = priority
+    text, ends = "", []
+    async with http.stream("POST", "/v1/completions", json=body) as answer:
+        assert answer.status_code == 200, await answer.aread()
+        async for line in answer.aiter_lines():
+            if line.startswith("data: {"):
+                (choice,) = json.loads(line.removeprefix("data: "))["choices"]
+                text += choice["text"]
+                ends += [choice["finish_reason"]] if choice["finish_reason"] else []
+    return text, ends
+
+
+async def until_machines(http: httpx.AsyncClient, is_so: Callable[[list[dict[str, object]]], bool]) -> None:
+    """Wait until the door says that of its replicas."""
+    async with asyncio.timeout(WAIT_S):
+        while True:
+            machines = (await http.get("/v1/runtime")).json()["machines"]
+            if is_so([one for one in machines if one["state"] == "up"]):
+                return
+            await asyncio.sleep(POLL_S)
+
+
+async def test_replicas_come_for_people_who_wait_and_go_again(cluster: Cluster, tmp_path: Path) -> None:
+    """P31: from one to three and back, and every stream has the text of an undisturbed run."""
+    async with (
+        deployed(cluster, tmp_path, least=1, most=3) as site,
+        httpx.AsyncClient(base_url=site.url, timeout=WAIT_S) as http,
+    ):
+        crowd = [asyncio.ensure_future(told(http, number, 300)) for number in range(16)]
+        await until_machines(http, lambda up: len(up) == 3)
+        found = await asyncio.gather(*crowd)
+        jobs = [asyncio.ensure_future(told(http, number, 800, "background")) for number in range(6)]
+        await until_machines(http, lambda up: len(up) == 1)
+        assert not all(job.done() for job in jobs)
+        long = await asyncio.gather(*jobs)
+        assert [ends for _, ends in found + long] == [["length"]] * 22
+        again = [told(http, number, 800) for number in range(6)]
+        assert [text for text, _ in await asyncio.gather(*again)] == [text for text, _ in long]
+        assert [text for text, _ in found[:6]] == [text[:300] for text, _ in long]
+
+
+async def test_a_rolling_update_under_streams_loses_none(cluster: Cluster, tmp_path: Path) -> None:
+    """P33: replicas of other settings replace those that are there; each stream ends once, with its text."""
+    async with (
+        deployed(cluster, tmp_path, least=2, most=2) as site,
+        httpx.AsyncClient(base_url=site.url, timeout=WAIT_S) as http,
+    ):
+        await until_machines(http, lambda up: len(up) == 2)
+        calm = await asyncio.gather(*(told(http, number, 200) for number in range(4)))
+        is_over = asyncio.Event()
+
+        async def again_and_again(number: int) -> list[tuple[str, list[str]]]:
+            found = []
+            while not is_over.is_set():
+                found.append(await told(http, number, 200))
+            return found
+
+        load = [asyncio.ensure_future(again_and_again(number)) for number in range(4)]
+        await site.deploy(slots=3, least=2, most=2)
+        await until_machines(http, lambda up: [one["num_slots"] for one in up] == [3, 3])
+        is_over.set()
+        for number, found in enumerate(await asyncio.gather(*load)):
+            assert found
+            assert all(one == calm[number] for one in found)
