@@ -39,6 +39,8 @@ ROUTER = "stoker.ray.serve_router:NamedReplicaRouter"
 POLICY = "stoker.ray.autoscaling:InteractivePolicy"
 MAX_ONGOING = 100_000
 """Requests that Serve gives a replica or a door at once: the order and the bound of the line are Stoker's."""
+LOGGING: dict[str, Any] = {"enable_access_log": False}
+"""Serve would write a line for each message between a door and a replica; requests are in Stoker's own log."""
 TELL_S = 2.0
 """How often a replica tells the controller what it has to do; Serve's own is 10 s."""
 LOOK_BACK_S = 10.0
@@ -101,6 +103,7 @@ def _deployment(kind: type[Any], digest: str, **options: Any) -> Any:
         max_ongoing_requests=MAX_ONGOING,
         max_constructor_retry_count=MAX_STARTS,
         graceful_shutdown_wait_loop_s=POLL_S,
+        logging_config=LOGGING,
         **options,
     )
     return deployment.options(version=digest, _internal=True)  # else `serve.run` replaces what is equal too
@@ -137,6 +140,7 @@ def serve_config(site: RaySite) -> str:
     """The site as a configuration of Ray Serve, for `serve deploy`, in YAML."""
     config = {
         "proxy_location": "EveryNode",
+        "logging_config": LOGGING,
         "http_options": {"host": site.server.host, "port": site.server.port},
         "applications": [
             {
@@ -252,7 +256,11 @@ def deploy(site: RaySite, tell: Tell) -> str:
     if short := missing_resources(site):
         tell(short)
     with _failing("Ray Serve does not start"):
-        serve.start(proxy_location="EveryNode", http_options={"host": server.host, "port": server.port})
+        serve.start(
+            proxy_location="EveryNode",
+            http_options={"host": server.host, "port": server.port},
+            logging_config=LOGGING,
+        )
         serve.run_many(
             [serve.RunTarget(app, name=site.ray.name)],
             wait_for_ingress_deployment_creation=False,
