@@ -6,7 +6,8 @@ import asyncio
 import itertools
 import struct
 from collections import deque
-from collections.abc import AsyncGenerator, Collection, Sequence
+from collections.abc import AsyncGenerator, AsyncIterable, AsyncIterator, Collection, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,13 @@ from stoker.client.documents import DocumentReader
 from stoker.client.event_bus import RuntimeEvent
 from stoker.client.requests.texts import RequestText
 from stoker.client.store.file import KeptRequest
-from stoker.errors import ModelNotFoundError, RequestNotFoundError, TextsOffError
+from stoker.errors import (
+    CacheFileError,
+    ModelNotFoundError,
+    RequestNotFoundError,
+    StateNotFoundError,
+    TextsOffError,
+)
 from stoker.images.intake import Intake
 from stoker.ipc.events import (
     Admitted,
@@ -107,6 +114,24 @@ class StandInStatus(msgspec.Struct):
         return EngineHealth(state=self.state)
 
 
+class StandInHandover:
+    """Of a machine that holds nothing for others."""
+
+    def held(self) -> bytes:
+        """No beginnings of prompts."""
+        return b""
+
+    @asynccontextmanager
+    async def state_of(self, request_id: str) -> AsyncIterator[Any]:
+        """None is there."""
+        raise StateNotFoundError(f"nothing is computed of request {request_id!r} here")
+        yield
+
+    async def take_state(self, request: GenerateRequest, parts: AsyncIterable[bytes]) -> int:
+        """None can be used."""
+        raise CacheFileError("this machine stores no states")
+
+
 @dataclass
 class StandInRuntime(OpensGroups):
     """Plays `scripts`, one a request in order of arrival; without one, as many words as were asked for."""
@@ -119,6 +144,7 @@ class StandInRuntime(OpensGroups):
     cancelled: list[str] = field(default_factory=list)
     steered: list[tuple[str, str]] = field(default_factory=list)
     images: Intake = field(default_factory=Intake)
+    handover: StandInHandover = field(default_factory=StandInHandover)
     documents: DocumentReader = field(default_factory=DocumentReader)
     engine: EngineStatus | None = None
     engine_health: EngineHealth | None = None

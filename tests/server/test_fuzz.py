@@ -65,6 +65,8 @@ def test_every_route_is_published(http):
         "/v1/responses/{response_id}",
         "/v1/responses/{response_id}/input_items",
         "/v1/runtime/handover",
+        "/v1/runtime/handover/state",
+        "/v1/runtime/handover/state/{request_id}",
         "/v1/states",
         "/v1/states/{state_id}",
         "/v1/states/{state_id}/content",

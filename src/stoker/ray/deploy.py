@@ -40,7 +40,7 @@ POLICY = "stoker.ray.autoscaling:InteractivePolicy"
 MAX_ONGOING = 100_000
 """Requests that Serve gives a replica or a door at once: the order and the bound of the line are Stoker's."""
 LOGGING: dict[str, Any] = {"enable_access_log": False}
-"""Serve would write a line for each message between a door and a replica; requests are in Stoker's own log."""
+"""Serve would write a line for each call between a door and a replica; requests are in Stoker's own log."""
 TELL_S = 2.0
 """How often a replica tells the controller what it has to do; Serve's own is 10 s."""
 LOOK_BACK_S = 10.0
