@@ -68,7 +68,7 @@ def check(estimate: Estimate, measured: Measured) -> None:
 @pytest.mark.parametrize(
     "changes",
     [
-        {},
+        pytest.param({}, marks=pytest.mark.slow),
         pytest.param({"kv_type": "q8_0"}, marks=pytest.mark.slow),
         pytest.param({"n_ctx": 16384, "num_slots": 2}, marks=pytest.mark.slow),
     ],

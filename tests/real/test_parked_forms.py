@@ -21,7 +21,7 @@ from stoker.kv.sequence import ParkForm, SequenceState
 from stoker.machine.ledger import Ledger
 
 NUM_TOKENS = 220
-NUM_QUICK = 2
+NUM_QUICK = 1
 """Of the samplings; with the others it takes minutes."""
 FORMS = [pytest.param(form, marks=pytest.mark.slow) if form is ParkForm.TOKENS else form for form in ParkForm]
 """Tokens are computed again each time: half a minute."""

@@ -7,7 +7,7 @@ import pytest
 import schemathesis
 
 SETTINGS = hypothesis.settings(
-    max_examples=8,
+    max_examples=6,
     deadline=None,
     derandomize=True,
     database=None,

@@ -186,7 +186,7 @@ def test_stored_responses_are_their_keys_alone(start_server, tmp_path):
     body = {"input": "x", "previous_response_id": own}
     assert asked("two", "POST", RESPONSES, json=body).status_code == 400
     assert asked("one", "POST", RESPONSES, json=body).status_code == 200
-    modes = {stat.S_IMODE(file.stat().st_mode) for file in (tmp_path / "kept").iterdir()}
+    modes = {stat.S_IMODE(file.stat().st_mode) for file in (tmp_path / "kept").glob("[!.]*")}
     assert modes == {0o600}
 
 

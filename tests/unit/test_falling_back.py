@@ -11,6 +11,7 @@ import pytest
 from stoker.client.models.registry import MAX_STEP_CRASHES, ModelRegistry
 from stoker.client.models.specs import FoundModel
 from stoker.client.process.exit import EngineExit
+from stoker.engine.jobs.vocabulary import VocabularyDigests
 from stoker.engine.residency.load import Load, is_for_others
 from stoker.engine.residency.pending import cannot_go_on
 from stoker.errors import (
@@ -136,7 +137,7 @@ def test_what_goes_on_with_another_way(fields: dict, request_fields: dict, says:
     load = Load(None, spec, None, 0.0, is_reload=False)  # type: ignore[arg-type]
     assert load.pass_on(ModelFileError("b.gguf is broken"))
     assert load.passed_over == ("b: b.gguf is broken",)
-    load.vocabulary = "same"
+    load.vocabulary = VocabularyDigests(whole="same")
     request = GenerateRequest(**{"prompt": "x", "model": "m", **request_fields})
     error = cannot_go_on(Submit(request_id="r", request=request, **{"made_for": "b first", **fields}), load)
     assert (says in error.message and error.code == "backend_changed") if says else error is None

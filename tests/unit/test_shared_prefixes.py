@@ -350,7 +350,9 @@ def test_a_machine_without_threads_computes(
         again, usage = second.run()
         assert (again, usage.cached_tokens) == (text, 0)
         second.look()
-        second.fail(3)
+        second.fail(2)
+        second.look()
+        assert second.counts["failures"] >= 3
     assert second.run()[0] == text
 
 
