@@ -282,7 +282,7 @@ def run(seed, make, gate, clock, alone):
     day.leave()
 
 
-@pytest.mark.parametrize("first", range(0, 30, 10))
+@pytest.mark.parametrize("first", range(0, 20, 10))
 def test_whatever_happens_each_request_gets_what_it_gets_alone_and_the_books_are_right(
     first, tmp_path, monkeypatch
 ):
@@ -291,7 +291,7 @@ def test_whatever_happens_each_request_gets_what_it_gets_alone_and_the_books_are
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("first", range(30, 2000, 100))
+@pytest.mark.parametrize("first", range(20, 2000, 100))
 def test_many_more_such_days(first, tmp_path, monkeypatch):
     """The same."""
     check_days(range(first, first + 100), tmp_path, monkeypatch)

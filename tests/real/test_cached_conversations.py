@@ -136,7 +136,10 @@ async def test_three_hundred_conversations_with_a_small_model_get_the_same_answe
         assert told[f"from {source}"] > 0, source
 
 
-@pytest.mark.parametrize("kind", TINY)
+@pytest.mark.parametrize(
+    "kind",
+    [pytest.param(kind, marks=pytest.mark.slow) if kind in {"rwkv6", "jamba"} else kind for kind in TINY],
+)
 async def test_conversations_with_a_model_that_cannot_go_back_get_the_same_answers(kind, tmp_path):
     """C2, C8: recurrent, hybrid, sliding window; random weights, every token counts."""
     told = await check(str(TINY[kind](tmp_path / f"{kind}.gguf")), RANDOM, 8, tmp_path)

@@ -112,7 +112,7 @@ def test_a_model_that_cannot_go_back_is_exact_too(tmp_path):
     reference.close()
 
 
-@pytest.mark.parametrize("calibrate", [False, True])
+@pytest.mark.parametrize("calibrate", [False, pytest.param(True, marks=pytest.mark.slow)])
 async def test_a_runtime_chooses_as_llama_cpp_does(reference, calibrate):
     """SPEC D5, I5: with quantised weights, where any other order of sums would show, while a text is made."""
     prompt, choices = "The capital of France is", [" Paris", " London", " a city", "", " Paris"]
