@@ -7,6 +7,7 @@ import logging
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -303,6 +304,32 @@ def test_the_estimate_counts_what_finding_the_largest_takes(
 def num_reused(context: LlamaContext) -> int:
     """Steps for which the library took the graph of the step before."""
     return int(llama.llama_perf_context(context.handle).n_reused)
+
+
+def test_rows_beside_a_prompt_are_found_where_their_own_graph_left_them(
+    write_vocabulary: WriteVocabulary,
+) -> None:
+    """B6: the rows of decode rows are one copy; the library uses their graph for a part of another step."""
+    path = write_vocabulary(2049)
+    plain = dataclasses.replace(WAYS["streams"], draws=False)
+    with opened(path, WAYS["streams"]) as context, opened(path, plain) as other:
+        for each in (context, other):
+            launched(each, *(PlanItem(seq, 0, (3, 4 + seq), 1, each is context) for seq in range(7)))
+        for number in range(2, 12, 3):
+            rows = [PlanItem(seq, number, (5 + number + seq,), 1) for seq in range(3)]
+            later = [msgspec.structs.replace(row, start=number + 1) for row in rows]
+            after = [msgspec.structs.replace(row, start=number + 2) for row in rows]
+            prompt = PlanItem(5, context.lengths[5], (40, 41), 1)
+            scored = PlanItem(6, context.lengths[6], (42, 43), 2)
+            before = num_reused(context)
+            for items in (rows, [*later, prompt], [scored, *after]):
+                expected, _ = launched(other, *items)
+                taking = [msgspec.structs.replace(each, takes_candidates=True) for each in items]
+                _, best = launched(context, *taking)
+                np.testing.assert_allclose(best.logits, -np.sort(-expected, axis=1)[:, :64], atol=0.02)
+                found = np.take_along_axis(expected, best.ids, axis=1)
+                np.testing.assert_allclose(found, best.logits, atol=0.02)
+            assert num_reused(context) > before, "the graph of the rows was not used for those of the step"
 
 
 def test_rows_that_end_leave_the_shape_of_a_step_as_it_was(write_vocabulary: WriteVocabulary) -> None:

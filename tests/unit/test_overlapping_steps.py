@@ -8,7 +8,7 @@ from stoker.engine.jobs.prepare import prepare
 from stoker.engine.jobs.table import JobTable
 from stoker.engine.runners.slots import SlotRunner
 from stoker.engine.threads.timer import MOST_UNLEARNED, StepTimer, Stopwatch
-from stoker.errors import StepFailedError
+from stoker.errors import PoolFullError, StepFailedError
 from stoker.ipc.commands import Submit
 from stoker.ipc.constraint import Constraint, ConstraintKind
 from stoker.ipc.events import Delta, Failed, Finished, Parked, PromptEcho
@@ -199,6 +199,67 @@ def test_what_the_next_launch_does_not_need_comes_after_it():
     assert learned.count("stepped") >= 2 * MOST_UNLEARNED
 
 
+def test_rows_that_decode_again_are_launched_before_anything_is_made_of_their_tokens():
+    """B5: a device stands still from their logits to the launch; counts, events and text come after it."""
+    bench = Bench(is_async=True, draws=True, eog_period=0, num_slots=2)
+    order = []
+    for owner, name in (
+        (bench.backend, "launch"),
+        (bench.runner.scheduler, "computed"),
+        (bench.runner.scheduler, "schedule"),
+        (bench.runner.scheduler.planner, "plan"),
+    ):
+
+        def noted(*args, name=name, call=getattr(owner, name), **options):
+            order.append(name)
+            return call(*args, **options)
+
+        setattr(owner, name, noted)
+    for name in ("a", "b"):
+        bench.submit(name, max_tokens=40)
+    for _ in range(4):
+        bench.turn()
+    for _ in range(30):
+        order.clear()
+        bench.turn()
+        assert order == ["launch", "computed"]
+    bench.submit("c")
+    order.clear()
+    bench.turn()
+    assert order == ["computed", "schedule", "plan", "launch"], "who comes is looked at before the next step"
+    bench.finish()
+    alone = Bench(is_async=False, eog_period=0)
+    for name, fields in (("a", {"max_tokens": 40}), ("b", {"max_tokens": 40}), ("c", {})):
+        alone.submit(name, **fields)
+    alone.finish()
+    assert bench.answers() == alone.answers()
+
+
+@pytest.mark.parametrize("error", [StepFailedError("the card"), PoolFullError("no cells")])
+def test_a_launch_of_rows_that_decode_again_may_fail(error):
+    """SPEC Q12, B5: what was drawn before it stays drawn, and the step is planned as any other."""
+    bench = Bench(is_async=True, draws=True, eog_period=0)
+    for name in ("a", "b"):
+        bench.submit(name)
+    launch, num_launches = bench.backend.launch, 0
+
+    def failing(plan):
+        nonlocal num_launches
+        num_launches += 1
+        if num_launches % 5 == 0:
+            raise error
+        return launch(plan)
+
+    bench.backend.launch = failing
+    bench.finish()
+    alone = Bench(is_async=False, eog_period=0)
+    for name in ("a", "b"):
+        alone.submit(name)
+    alone.finish()
+    assert bench.answers() == alone.answers()
+    assert num_launches > 60
+
+
 def test_a_token_launched_in_vain_is_taken_back():
     """SPEC D4, D9: a stop string shows after the launch; the cells hold what they hold in the other order."""
     kept = []
@@ -237,11 +298,12 @@ def test_a_model_that_cannot_go_back_delivers_before_it_launches():
         assert all(len(bench.backend.tokens(seq)) < len(prompt) + len(delivered) for seq in range(4))
 
 
-def test_a_step_that_fails_on_the_device_ends_its_culprit_alone():
+@pytest.mark.parametrize("draws", [False, True])
+def test_a_step_that_fails_on_the_device_ends_its_culprit_alone(draws):
     """SPEC Q12: an error that comes with the rows; the others go on as if nothing had been."""
     found = []
     for is_async in (False, True):
-        bench = Bench(is_async=is_async, eog_period=0, bad_tokens=frozenset({ord("Z")}))
+        bench = Bench(is_async=is_async, draws=draws, eog_period=0, bad_tokens=frozenset({ord("Z")}))
         for name in ("one", "Zoe", "two"):
             bench.submit(name)
         bench.finish()

@@ -376,6 +376,12 @@ class Planner:
             parts += self._background(background, parts)
         return StepPlan(tuple(parts)) if parts else None
 
+    def again(self, plan: StepPlan) -> StepPlan:
+        """The step after one of decode rows, of the same rows; it does not count as computed yet."""
+        self._turn += 1
+        self.budget.rows_stepped()
+        return StepPlan(tuple([Planned(p.sequence, _next_row(p)) for p in plan.parts]), is_rows=True)
+
     def lengthened(self, plan: StepPlan) -> StepPlan | None:
         """`plan` with more tokens of its prompt, as a step that arrivals end; None: it cannot have more.
 
@@ -527,6 +533,14 @@ def _row(sequence: Sequence) -> PlanItem:
     assert start + 1 == len(tokens), f"{sequence!r} does not decode"
     assert sequence.slot is not None, f"{sequence!r} runs without a slot"
     return PlanItem(sequence.slot, start, (tokens[start],), 1, sequence.takes_candidates)
+
+
+def _next_row(part: Planned) -> PlanItem:
+    """The token that follows a decode row's."""
+    seq, start, _, _, takes_candidates = msgspec.structs.astuple(part.item)
+    tokens = part.sequence.tokens
+    assert start + 2 == len(tokens), f"{part.sequence!r} has drawn nothing after {part.item!r}"
+    return PlanItem(seq, start + 1, (tokens[-1],), 1, takes_candidates)
 
 
 def _item(sequence: Sequence, count: int) -> PlanItem:

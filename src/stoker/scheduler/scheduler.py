@@ -223,10 +223,14 @@ class Scheduler:
         self.allocator.trim(turn, self._free_kept, keeps_nothing=self.throttle.keeps_nothing)
         return turn
 
-    def is_steady(self, now: float) -> bool:
+    def is_steady(self, now: float, in_flight: StepPlan | None = None) -> bool:
         """Whether what runs goes on as it is, so that `schedule` need not be asked.
 
         Nothing waits, nobody gives way, there is room, and the backend is to do nothing first.
+
+        Args:
+            now: seconds.
+            in_flight: a step of decode rows that is not counted as computed: are these what decodes next too?
         """
         running, throttle, allocator = self.slots.running, self.throttle, self.allocator
         if not running or self.queue or self._has_raised or self._favoured is not None:
@@ -238,8 +242,21 @@ class Scheduler:
         for sequence in running:
             if sequence.priority is not Priority.INTERACTIVE:
                 return False
+        if in_flight is not None and not self._is_of_all(in_flight):
+            return False
         if self.limits.is_on_device:
             allocator.moves.begin(now)
+        return True
+
+    def _is_of_all(self, plan: StepPlan) -> bool:
+        """Whether a step in flight has the row of each sequence that runs, and there is room for the next."""
+        num_running = len(self.slots.running)
+        has_room = self.limits.has_streams or self.cells.free >= 2 * num_running
+        if not (has_room and num_running == len(plan.parts)):
+            return False
+        for part in plan.parts:  # noqa: SIM110 - asked each step, without a generator
+            if part.sequence.state is not SequenceState.DECODE:
+                return False
         return True
 
     def _num_places(self) -> int:
@@ -277,8 +294,16 @@ class Scheduler:
     def _begin(self, now: float) -> Schedule:
         return Schedule(ops=self.allocator.begin_turn(now))
 
-    def plan(self) -> StepPlan | None:
-        """The next step; `schedule` has made sure that there are cells for it."""
+    def plan(self, after: StepPlan | None = None) -> StepPlan | None:
+        """The next step; `schedule` has made sure that there are cells for it.
+
+        Args:
+            after: a step of decode rows that is not counted as computed, whose rows decode again: their
+                tokens are drawn.
+        """
+        if after is not None:
+            self._aging.stepped(None)
+            return self.planner.again(after)
         favoured = self._favoured if self._favoured and self._favoured.is_running else None
         plan = self.planner.plan(self.slots.running, favoured)
         if plan is not None:

@@ -7,6 +7,7 @@ of them after that step was launched.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeAlias, TypeVar
 
 import numpy as np
@@ -22,6 +23,7 @@ from stoker.sampling.together import draw_rows, draw_together
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
+    from collections.abc import Sequence as SequenceOf
 
     from stoker.backends.protocol.backend import Backend, InFlight, Rows
     from stoker.engine.jobs.job import Job
@@ -34,6 +36,24 @@ if TYPE_CHECKING:
     from stoker.sampling.truncation import Workspace
     from stoker.scheduler.plan import Planned, StepPlan
     from stoker.scheduler.scheduler import Scheduler
+
+
+@dataclass(frozen=True, slots=True)
+class _Writers:
+    """The sequences of a step of decode rows all of which are drawn for together, from candidates."""
+
+    parts: tuple[tuple[Job, Sequence, Generation], ...]
+    samplers: list[Sampler]
+    workspace: Workspace
+
+    def are_of(self, plan: StepPlan) -> bool:
+        """Whether a step has these rows, in this order."""
+        if len(plan.parts) != len(self.parts):
+            return False
+        for part, (_, sequence, _) in zip(plan.parts, self.parts, strict=True):
+            if part.sequence is not sequence:
+                return False
+        return True
 
 
 _Own: TypeAlias = "Rows | Candidates | int | StokerError"
@@ -69,6 +89,7 @@ class Postprocess:
         self._n_ctx = backend.capabilities.n_ctx
         self._defers = backend.capabilities.is_async and backend.capabilities.can_trim
         self._undelivered: list[tuple[Job, Sequence]] = []
+        self._writers: _Writers | None = None  # of the last step that had some
 
     def __repr__(self) -> str:
         return f"<Postprocess of {self._backend!r}>"
@@ -94,6 +115,46 @@ class Postprocess:
                     if isinstance(error, StepFailedError):  # its cells may be no numbers either
                         part.sequence.shares = False
                     self._jobs.fail(job, error, now)
+
+    def foresees(self, plan: StepPlan) -> bool:
+        """Whether the next tokens of a step of decode rows may be drawn by `certain_tokens`."""
+        if self._writers is None or not self._writers.are_of(plan):
+            self._writers = self._writers_of(plan)
+        return self._writers is not None and not self._undelivered
+
+    def certain_tokens(self, in_flight: InFlight) -> list[int] | None:
+        """The next token of each row of the step last foreseen, if none of them ends its sequence.
+
+        Changes nothing: `take` does, or `draw`, which draws the same and looks at every row by itself.
+        """
+        writers = self._writers
+        assert writers is not None, "nothing was foreseen"
+        tokens: list[int] = []
+        drawn = draw_together(writers.samplers, in_flight.candidates(), writers.workspace)
+        for (_, sequence, generation), token in zip(writers.parts, drawn, strict=True):
+            is_full = len(sequence.tokens) + 1 >= self._n_ctx
+            if isinstance(token, StokerError) or is_full or generation.is_last(token):
+                return None
+            tokens.append(token)
+        return tokens
+
+    def _writers_of(self, plan: StepPlan) -> _Writers | None:
+        """Those of the step, where each row's token can be drawn from its candidates, and delivered later."""
+        seqs, _, generations = self._to_draw(plan, takes_candidates=True)
+        if not (self._defers and len(seqs) == len(plan.parts)):
+            return None
+        sequences = [part.sequence for part in plan.parts]
+        jobs = [self._jobs[sequence.key.request_id] for sequence in sequences]
+        parts = tuple(zip(jobs, sequences, generations, strict=True))
+        return _Writers(parts, [each.sampler for each in generations], generations[0].workspace)
+
+    def take(self, tokens: SequenceOf[int]) -> None:
+        """The tokens that `certain_tokens` has found are their sequences' next; `deliver` follows."""
+        assert self._writers is not None, "nothing was drawn"
+        for (job, sequence, generation), token in zip(self._writers.parts, tokens, strict=True):
+            generation.take(token)
+            sequence.tokens.append(token)
+            self._undelivered.append((job, sequence))
 
     def _draw_from(
         self,

@@ -87,6 +87,7 @@ class SlotRunner:
         num_slots = min(spec.num_slots, limits.num_sequences)
         self._warming = Warming(spec.id, backend, timer, self._steps.place, num_slots)
         self._choices: ChoiceSteps | None = None  # until the first request to choose
+        self._has_gone_on = False  # in this turn
         self.prep = PrepContext(
             backend.vocabulary,
             limits.n_vocab,
@@ -252,7 +253,10 @@ class SlotRunner:
     # ------------------------------------------------------------ a turn
 
     def schedule(self, now: float) -> None:
-        """Decide what runs: deadlines, cells, free slots."""
+        """Decide what runs: deadlines, cells, free slots. Rows that are to decode again do so at once."""
+        self._has_gone_on = self._is_plain and self._steps.go_on(now)
+        if self._has_gone_on:
+            return
         self._steps.finish(now)
         is_steady = self.scheduler.is_steady(now)
         if not is_steady:
@@ -270,8 +274,16 @@ class SlotRunner:
         self._steps.settle(now)
         self._warming.step(self.scheduler.cells.free)
 
+    @property
+    def _is_plain(self) -> bool:
+        """Whether there is nothing to compute beside steps."""
+        return self._image_encoder is None and (self._choices is None or not self._choices.queue.has_work)
+
     def step(self, now: float) -> None:
         """Plan one step over what runs, compute it and draw from its rows."""
+        if self._has_gone_on:
+            self._steps.deliver()
+            return
         images, choices = self._image_encoder, self._choices
         if images is not None:
             self._fail(images.tend(now), now)

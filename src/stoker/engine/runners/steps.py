@@ -2,8 +2,10 @@
 
 Owns the step in flight. Where a backend computes inside `launch` a step is over when `run` returns. Where
 the device computes meanwhile, `run` only launches; `deliver` then digests the step before, and `finish`, at
-the beginning of the next turn, waits for the rows and draws from them. One step is in flight at a time:
-whatever else touches the backend or the sequences calls `settle` first, other native work `StepTimer.begin`.
+the beginning of the next turn, waits for the rows and draws from them. Where the same rows are to decode
+again `go_on` takes the place of both: between their tokens and the next launch only what that needs. One step
+is in flight at a time: whatever else touches the backend or the sequences calls `settle` first, other native
+work `StepTimer.begin`.
 
 `carry_out` applies the scheduler's KV ops to the backend, and reports to the allocator how exports and
 imports ended.
@@ -240,27 +242,65 @@ class StepRunner:
         if not self._overlaps:
             self.finish(now)
 
+    def go_on(self, now: float) -> bool:
+        """Launch the next step of the decode rows in flight, where that is certain to be what follows.
+
+        Nobody came, gave way or ended, and no token drawn ends anything. Whatever the step in flight means
+        beside its tokens is worked out after the launch, while the device computes.
+
+        Returns:
+            Whether it was launched. If not, the turn goes its usual way; the step may have been waited for.
+        """
+        step = self._launched
+        if step is None or step.is_collected or not step.plan.is_rows:
+            return False
+        if not (self._scheduler.is_steady(now, step.plan) and self._postprocess.foresees(step.plan)):
+            return False
+        if not self._wait(step):
+            return False
+        tokens = self._postprocess.certain_tokens(step.in_flight)
+        if tokens is None:
+            self._count(step)
+            return False
+        self._postprocess.take(tokens)
+        self._speculator.learn(step.plan, step.took_s)
+        self._launched = None
+        plan = self._scheduler.plan(step.plan)
+        assert plan is not None, f"no step after {step.plan!r}"
+        try:
+            self._begin(self._speculator.extended(plan))
+        except (PoolFullError, StepFailedError) as error:
+            log.warning("a step of the same rows failed, it is planned anew: %s", error)
+        self._count(step)
+        return self._launched is not None
+
     def collect(self) -> None:
         """Wait for the rows of the step in flight, if there is one, and count its tokens as computed."""
         step = self._launched
-        if step is None or step.is_collected:
-            return
+        if step is not None and not step.is_collected and self._wait(step):
+            self._count(step)
+
+    def _wait(self, step: _Launched) -> bool:
+        """Wait for the rows of a step; returns whether it succeeded."""
         self._timer.in_flight.pop(self.place, None)
         try:
             step.rows = step.in_flight.rows()
         except StepFailedError as error:
             self._timer.abandon(self.place)
             step.error = error
-            return
+            return False
         step.took_s = self._timer.stop(self._timed, step.num_tokens, self.place)
+        return True
+
+    def _count(self, step: _Launched) -> None:
+        """Count the tokens of a step as computed."""
         self._scheduler.tally.took(step.took_s)
         self._scheduler.computed(step.plan, self._timer.now())
         self._apply_late()  # before it moves on
 
     def finish(self, now: float) -> None:
         """Draw from the rows of the step in flight, if there is one."""
-        if self._overlaps:
-            self.deliver()  # of the step before it; done already, unless this one's launch failed
+        self._postprocess.deliver()  # of the step before it; done already, unless this one's launch failed
         step = self._launched
         if step is None:
             return
@@ -294,6 +334,20 @@ class StepRunner:
 
     def _launch(self, plan: StepPlan, now: float) -> None:
         """One step; a failing one is halved until it fails its culprit alone (SPEC Q12)."""
+        try:
+            self._begin(plan)
+        except PoolFullError as error:
+            if plan.has_draft:
+                self._launch(plan.without_draft(), now)
+            else:
+                self._relieve(plan, error, now)
+        except StepAbortedError:
+            raise  # nothing is wrong with it
+        except StepFailedError as error:
+            self._halve(plan, error, now)
+
+    def _begin(self, plan: StepPlan) -> None:
+        """Have the backend compute a step; one that raises is not in flight."""
         batch = plan.batch()
         order = self._compaction.arrange(batch) if self._compaction else range(0)  # not in the step's time
         if not isinstance(order, range):
@@ -303,22 +357,12 @@ class StepRunner:
         self._timer.begin(num_tokens, self.place)
         try:
             in_flight = self._backend.launch(batch)
-        except PoolFullError as error:
-            self._timer.abandon(self.place)
-            if plan.has_draft:
-                self._launch(plan.without_draft(), now)
-            else:
-                self._relieve(plan, error, now)
-        except StepAbortedError:
+        except (PoolFullError, StepFailedError):
             self._timer.abandon(self.place)
             raise
-        except StepFailedError as error:
-            self._timer.abandon(self.place)
-            self._halve(plan, error, now)
-        else:
-            self._launched = _Launched(plan, in_flight, num_tokens)
-            if self._overlaps:
-                self._timer.in_flight[self.place] = self.collect
+        self._launched = _Launched(plan, in_flight, num_tokens)
+        if self._overlaps:
+            self._timer.in_flight[self.place] = self.collect
 
     def _halve(self, plan: StepPlan, error: StepFailedError, now: float) -> None:
         """A step failed: without its draft, or each half of it, up to the one sequence that is at fault.

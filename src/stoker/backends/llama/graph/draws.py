@@ -4,6 +4,7 @@ llama.cpp lets a sampler of a sequence add operations to the graph of each step 
 a row to the host. `DeviceDraws` is such a sampler for every sequence. It finds the best of all rows of the
 step at once, sorting as little as it can, and each sequence takes its row of the result: logits, ids, and the
 sum of the whole row, which a NaN anywhere in it makes a NaN. A sequence that needs its whole row keeps that.
+Of a step of decode rows the first sequence takes the result of all: each that takes one is a copy of its own.
 
 The choice is built into the graph, and the library builds none where it thinks that the last one will do: by
 sequences and numbers of tokens. Where a sequence changes its choice meanwhile its sampler is changed for
@@ -16,7 +17,7 @@ import ctypes
 import logging
 import math
 from contextlib import contextmanager
-from itertools import repeat
+from itertools import pairwise, repeat
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -149,6 +150,8 @@ class DeviceDraws:
         self._found = np.empty((0, num_vocab), np.float32)
         self._found_address = 0
         self._nothing = np.empty((0, num_vocab), np.float32)
+        self._gathers = False  # what is computed now is decode rows alone
+        self._has_gathered = False  # the last graph was built for those
         self._views: dict[int, int] = {}
         self._table = 0
         self._marks = GraphMarks()
@@ -191,8 +194,11 @@ class DeviceDraws:
         pairs = list(zip(seqs, items, strict=True))
         whole = {seq for seq, item in pairs if item.num_logits and not item.takes_candidates}
         asked = [(seq, len(item.tokens)) for seq, item in pairs if item.num_logits]
+        if self._has_gathered and len(items) > 1 and any(item.num_logits > 1 for item in items):
+            self._is_unsure = True  # rows of a sequence are computed apart, and the library changes places
         self._choose_graph(handle, asked, whole, seqs[0])
         self._last = seqs, [len(item.tokens) for item in items]
+        self._gathers = False
 
     def prepare_rows(self, handle: int, span: range) -> None:
         """Likewise, of a token of each of these sequences of the library, whose candidates are wanted."""
@@ -202,6 +208,7 @@ class DeviceDraws:
             self._is_fresh, self.error = False, None
         if span != self._last[0]:
             self._last = span, [1] * len(span)
+        self._gathers = len(span) * WIDTH <= self._num_vocab
 
     def _choose_graph(
         self, handle: int, asked: Iterable[tuple[int, int]], whole: set[int], first: int
@@ -246,9 +253,9 @@ class DeviceDraws:
         if not num_rows:
             llama.llama_synchronize(handle)
             return self._nothing, NO_CANDIDATES
-        rows = self._rows(handle, num_rows)
+        rows, counts = self._each_row(handle, self._rows(handle, num_rows))
         if self._is_fresh:
-            self._check_counts(handle, items, num_rows)
+            self._check_counts(items, counts)
         if not self._last_whole:
             return self._nothing, _candidates(rows[:, :WIDTH])
         takes = np.repeat([item.takes_candidates for item in items], [item.num_logits for item in items])
@@ -261,9 +268,13 @@ class DeviceDraws:
     ) -> tuple[Rows, Candidates]:
         """As `collect`, of so many rows of which only candidates are wanted; `places`: of these alone."""
         rows = self._rows(handle, num_rows)
-        if self._is_fresh:
-            self._check_widths(handle, [WIDTH] * num_rows)
-        best = rows[:, :WIDTH]
+        count = llama.llama_get_sampled_logits_count_ith(handle, -num_rows)
+        if count == num_rows * WIDTH:
+            best = _gathered(rows, num_rows)
+        else:  # the graph of other rows beside these was used again
+            rows, counts = self._each_row(handle, rows)
+            assert counts == [WIDTH] * num_rows, f"{self!r}: rows of {counts} numbers"
+            best = rows[:, :WIDTH]
         return self._nothing, _candidates(best if places is None else best[places])
 
     def _rows(self, handle: int, num_rows: int) -> Rows:
@@ -277,19 +288,35 @@ class DeviceDraws:
             self._found_address = address
         return self._found
 
-    def _check_counts(self, handle: int, items: Sequence[PlanItem], num_rows: int) -> None:
+    def _each_row(self, handle: int, rows: Rows) -> tuple[Rows, list[int]]:
+        """The same rows, each in its own place, and how many numbers of each count.
+
+        Where a graph of decode rows was used again, its first row has the results of all.
+        """
+        num_rows = len(rows)
+        counts = [llama.llama_get_sampled_logits_count_ith(handle, row) for row in range(-num_rows, 0)]
+        if 0 not in counts:
+            return rows, counts
+        apart, widths = np.empty_like(rows), list(counts)
+        firsts = [row for row, count in enumerate(counts) if count]
+        for row, after in pairwise([*firsts, num_rows]):
+            num_gathered = after - row
+            if num_gathered == 1:
+                apart[row] = rows[row]
+                continue
+            assert counts[row] == num_gathered * WIDTH, f"{self!r}: rows of {counts} numbers"
+            apart[row:after, :WIDTH] = _gathered(rows[row:], num_gathered)
+            widths[row:after] = [WIDTH] * num_gathered
+        return apart, widths
+
+    def _check_counts(self, items: Sequence[PlanItem], counts: list[int]) -> None:
         """Assert that the graph was built for these choices."""
         expected = [
             WIDTH if each.takes_candidates else self._num_vocab
             for each in items
             for _ in range(each.num_logits)
         ]
-        assert len(expected) == num_rows, f"{num_rows} rows of {len(expected)}"
-        self._check_widths(handle, expected)
-
-    def _check_widths(self, handle: int, expected: list[int]) -> None:
-        found = [llama.llama_get_sampled_logits_count_ith(handle, row) for row in range(-len(expected), 0)]
-        assert found == expected, f"{self!r}: rows of {found} numbers"
+        assert counts == expected, f"{self!r}: rows of {counts} numbers"
         self._is_fresh = False
 
     @contextmanager
@@ -332,6 +359,7 @@ class DeviceDraws:
         self._views.clear()
         self._table = 0
         self._is_marked = False
+        self._has_gathered = self._gathers
 
     def _apply(self, sampler: Any, context: int, graph: int, data: Any) -> None:
         """Called by the library for each row of each sequence, once a graph."""
@@ -360,11 +388,15 @@ class DeviceDraws:
         if self._is_probing:
             row.probs = row.logits
         at = view.view_offs // rows.nb[1]
+        if self._gathers and at:
+            row.logits = None  # the first row has it
+            return
         if at not in self._views:
             if not self._table:
                 source = _contiguous(context, rows.src[0].contents)
                 self._table = _best_of(context, source, rows.ne[0], num_rows)
-            self._views[at] = ggml().view_1d(context, self._table, WIDTH, 4 * WIDTH * at)
+            count = WIDTH * (num_rows if self._gathers else 1)
+            self._views[at] = ggml().view_1d(context, self._table, count, 4 * WIDTH * at)
         row.logits = self._views[at]
 
 
@@ -382,9 +414,14 @@ def _contiguous(context: int, tensor: GraphTensor) -> int:
     return address if tensor.nb[1] == 4 * tensor.ne[0] else ggml().cont(context, address)
 
 
+def _gathered(rows: Rows, num_rows: int) -> Rows:
+    """What the first of adjacent rows has of so many."""
+    return rows.reshape(-1)[: num_rows * WIDTH].reshape(num_rows, WIDTH)
+
+
 def _candidates(found: Rows) -> Candidates:
     """What the graph left of some rows, float32 (num_rows, WIDTH)."""
-    found = found.copy()  # rows lie far apart: each is touched once
+    found = found.copy()  # the next call writes there; rows may lie far apart, and each is touched once
     logits, sums = found[:, :NUM_CANDIDATES], found[:, -1]
     if (is_broken := np.isnan(sums)).any():
         logits[is_broken, 0] = np.nan
