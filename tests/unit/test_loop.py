@@ -1,7 +1,9 @@
 """The engine's loop on the fake backend, driven turn by turn on this thread."""
 
+import dataclasses
 import logging
 import os
+import threading
 from itertools import pairwise
 
 import pytest
@@ -9,6 +11,8 @@ import pytest
 from stoker.backends.fake.backend import FakeBackend
 from stoker.backends.protocol.backend import BatchPlan, PlanItem
 from stoker.client.process.transport import config_of
+from stoker.engine import loop
+from stoker.engine.jobs import preparations
 from stoker.engine.loop import TEND_EVERY_S, EngineLoop
 from stoker.engine.process import EngineInThread
 from stoker.errors import PoolFullError
@@ -496,3 +500,37 @@ def test_a_deadline_passes_beside_steps_that_take_no_time(engine, monkeypatch):
     now[0] += 6.0
     engine.run("r")
     assert engine.of(Failed, "r")[0].error.code == "request_timeout"
+
+
+@pytest.mark.parametrize("others", ["come", "do not come"])
+def test_prompts_that_find_a_device_idle_wait_a_little_for_those_being_prepared(monkeypatch, others):
+    """SPEC Q22: one step for all of a crowd; begun with the first alone it would have the others wait."""
+    monkeypatch.setattr(loop, "GATHER_S", 60.0 if others == "come" else 0.02)
+    begun, goes_on, real = threading.Event(), threading.Event(), preparations.prepare
+
+    def prepared(submit, *others):
+        if submit.request_id == "late":
+            begun.set()
+            goes_on.wait(60.0)
+        return real(submit, *others)
+
+    monkeypatch.setattr(preparations, "prepare", prepared)
+    engine = Engine("fake:eog_period=0,is_async=1")
+    runner = engine.loop._runners.find("m")
+    runner.scheduler.limits = dataclasses.replace(runner.scheduler.limits, has_streams=True)
+    plans, launch = [], runner.backend.launch
+    monkeypatch.setattr(runner.backend, "launch", lambda plan: plans.append(plan) or launch(plan))
+    for name in ("first", "late"):
+        engine.submit(name, prompt=f"{name} one")
+    engine.until(lambda: runner.scheduler.queue and begun.is_set())
+    engine.loop.turn(0.0)
+    assert not plans
+    if others == "come":
+        goes_on.set()
+    else:
+        engine.until(lambda: plans)
+        goes_on.set()
+    engine.run("first", "late")
+    assert len(plans[0].items) == (2 if others == "come" else 1)
+    engine.inbox.put(Shutdown())
+    engine.loop.run()

@@ -209,8 +209,9 @@ def test_rows_that_decode_again_are_launched_before_anything_is_made_of_their_to
         (bench.runner.scheduler, "schedule"),
         (bench.runner.scheduler.planner, "plan"),
     ):
+        call = getattr(owner, name)
 
-        def noted(*args, name=name, call=getattr(owner, name), **options):
+        def noted(*args, name=name, call=call, **options):
             order.append(name)
             return call(*args, **options)
 

@@ -81,6 +81,9 @@ log = logging.getLogger(__name__)
 
 REST_AFTER_S = 0.2
 """How long nothing is to be computed before cells are copied: the next request may be on its way."""
+GATHER_S = 0.004
+"""How long prompts that find a device idle wait for others that are being prepared. A crowd comes within some
+milliseconds; a first step with one of its prompts takes an H100 15 ms, and the others wait for the next."""
 TEND_EVERY_S = 0.1
 """Between steps shorter than that, what is due by time alone waits so long."""
 RETRY_WHILE_LOADING_S = 5.0
@@ -156,6 +159,7 @@ class EngineLoop:
         self._is_clean = True
         self._warms = config.num_restarts == 0  # an engine that ended so would end again
         self._is_stepping = False
+        self._gathers_until_s: float | None = None  # while prompts wait for others
         self._tend_s = 0.0
         self._num_changes = 0
         self._num_turns = 0
@@ -272,6 +276,9 @@ class EngineLoop:
     def _step(self, now: float) -> None:
         """Give one model a turn; with nothing to compute, warm devices and store what is only in cells."""
         runner = None if now < self._nap_until_s else self._runners.next_with_work(now)
+        if runner is not None and self._gathers(runner, now):
+            self._is_stepping = False
+            return
         self._is_stepping = runner is not None
         if runner is not None:
             runner.schedule(now)
@@ -288,6 +295,15 @@ class EngineLoop:
         elif now >= max(self._busy_s + REST_AFTER_S, self._nap_until_s):
             self._rest()
 
+    def _gathers(self, runner: ModelRunner, now: float) -> bool:
+        """Whether a step that would only begin prompts waits for those that are on their way."""
+        if not (runner.is_beginning and self._preparations.has_quick):
+            self._gathers_until_s = None
+            return False
+        if self._gathers_until_s is None:
+            self._gathers_until_s = now + GATHER_S
+        return now < self._gathers_until_s
+
     def _cold(self) -> ModelRunner | None:
         """A model whose kernels may be warmed: nothing waits, runs, is loaded or held back."""
         if not self._warms or self._phase is not _LoopPhase.RUNNING or self._runners.throttle != Throttle():
@@ -302,7 +318,7 @@ class EngineLoop:
         """Nothing to compute: sleep until something arrives, or is due."""
         now = self._clock.now()
         if self._runners.has_work:
-            return max(0.0, self._nap_until_s - now)
+            return max(0.0, self._nap_until_s - now, (self._gathers_until_s or 0.0) - now)
         if self._cold() is not None:
             return 0.0
         due = [

@@ -139,6 +139,11 @@ class OneShotRunner:
         return False
 
     @property
+    def is_beginning(self) -> bool:
+        """Never: texts of a call are gathered as it is."""
+        return False
+
+    @property
     def is_cold(self) -> bool:
         """Its calls are of any length: there is nothing to warm."""
         return False

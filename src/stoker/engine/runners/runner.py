@@ -84,6 +84,11 @@ class ModelRunner(Protocol):
         ...
 
     @property
+    def is_beginning(self) -> bool:
+        """Whether its next step would only begin prompts, on a device that computes several as one."""
+        ...
+
+    @property
     def is_cold(self) -> bool:
         """Whether there are kernels of its devices to be warmed."""
         ...

@@ -140,6 +140,13 @@ class SlotRunner:
         return self.scheduler.allocator.has_unstored
 
     @property
+    def is_beginning(self) -> bool:
+        """Whether nothing runs in streams, whose first step of several prompts takes as long as of one."""
+        scheduler = self.scheduler
+        is_idle = not (self._steps.is_in_flight or scheduler.slots.running)
+        return is_idle and scheduler.limits.is_on_device and scheduler.limits.has_streams
+
+    @property
     def is_cold(self) -> bool:
         """Whether there are kernels of its devices to be warmed."""
         return not self._warming.is_done
