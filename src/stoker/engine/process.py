@@ -45,6 +45,9 @@ HEARTBEAT_S = READ_EVERY_S
 ORPHAN_GRACE_S = 2.0
 _CAN_WAIT = (GetStatus, Watch)  # the client shows meanwhile what it knows
 READ_BYTES = 256 * 1024
+SWITCH_S = 0.0002
+"""How long a thread that wants the interpreter's lock waits for one that computes: with Python's own 5 ms the
+loop, back from the library, may wait so long for each request that is being prepared."""
 ROOT_LOGGER = "stoker"
 
 Publish = Callable[[list["Event"]], None]
@@ -276,6 +279,7 @@ def serve(arguments: list[str], make_engine: MakeEngine = engine_loop) -> int:
     prepare_signals()
     prepare_to_crash()
     malloc.share_arena()
+    sys.setswitchinterval(SWITCH_S)
     if make_engine is engine_loop:
         gc.disable()  # what is imported stays: to look through it for garbage takes a twelfth of the time
         load_native()

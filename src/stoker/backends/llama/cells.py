@@ -18,7 +18,7 @@ import numpy as np
 
 from stoker.backends.cell_map import CellMap
 from stoker.backends.llama.batch import TokenBatch
-from stoker.backends.llama.binding import llama
+from stoker.backends.llama.binding import keeping_lock, llama
 from stoker.backends.protocol.backend import BatchPlan, PlanItem
 from stoker.backends.stream_map import StreamMap, evened, span
 from stoker.errors import EngineError
@@ -37,6 +37,8 @@ MOVED_BYTES = 4 * 2**20
 """Keys and values that are moved at a time, at least one token's: about a millisecond's copying."""
 _LEAST_CELL_BYTES = 1024  # where the library did not say what its buffers take
 _BYTES_P = ctypes.POINTER(ctypes.c_uint8)
+# these only write down what is in which cell
+_remove_cells, _last_position = map(keeping_lock, (llama.llama_memory_seq_rm, llama.llama_memory_seq_pos_max))
 _TO_THE_END = -1
 _PROBED_TOKENS = 32  # 15 ms of 28 layers where each cell lies apart
 _BYTE_S = 1 / 4e9  # of a copy off a device, before one was measured
@@ -136,7 +138,7 @@ class Pool:
         self._remove(seq, seq, start)
 
     def _remove(self, native: int, seq: int, start: int) -> None:
-        if not llama.llama_memory_seq_rm(self._memory, native, start, _TO_THE_END):
+        if not _remove_cells(self._memory, native, start, _TO_THE_END):
             raise EngineError(f"the state of sequence {seq} before position {start} is lost", seq=seq)
 
     def export_s(self, seq: int, length: int) -> float:
@@ -257,18 +259,18 @@ class OrderedPool(Pool):
         address = ctypes.cast(self._buffer.ctypes.data, _BYTES_P)
         is_out = llama.llama_state_seq_get_data(self._handle, address, size, self._spare) == size
         for seq in (*stretch.owners, self._spare):
-            llama.llama_memory_seq_rm(self._memory, seq, start, stop)
+            _remove_cells(self._memory, seq, start, stop)
         if not is_out or not llama.llama_state_seq_set_data(self._handle, address, size, self._spare):
             raise EngineError(f"tokens {start} to {stop} of sequences {stretch.owners} could not be moved")
         for seq in stretch.owners:
             llama.llama_memory_seq_cp(self._memory, self._spare, seq, start, stop)
-        llama.llama_memory_seq_rm(self._memory, self._spare, start, stop)
+        _remove_cells(self._memory, self._spare, start, stop)
 
     def _grow(self, size: int, stretch: Stretch) -> None:
         try:
             self._buffer = np.empty(size, np.uint8)
         except MemoryError:  # nothing has moved yet
-            llama.llama_memory_seq_rm(self._memory, self._spare, stretch.start, stretch.stop)
+            _remove_cells(self._memory, self._spare, stretch.start, stretch.stop)
             raise
 
 
@@ -378,7 +380,7 @@ class Streams(Pool):
                 tokens.append(items[place].tokens[0])
                 starts.append(items[place].start)
                 continue
-            start = llama.llama_memory_seq_pos_max(self._memory, stream) + 1
+            start = _last_position(self._memory, stream) + 1
             if start >= self._capacity:
                 self._shape = None
                 return None

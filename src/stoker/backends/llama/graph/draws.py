@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from stoker.backends.llama.binding import llama
+from stoker.backends.llama.binding import keeping_lock, llama
 from stoker.backends.llama.graph.ggml import F32, I32, GraphTensor, ggml, is_layout_known
 from stoker.backends.llama.graph.marks import GraphMarks
 from stoker.backends.protocol.backend import NO_CANDIDATES, Candidates
@@ -49,6 +49,7 @@ MAX_VOCAB = BLOCK * PIECE * PIECE // NUM_CANDIDATES
 """The blocks of a larger one would need more than two levels of sorting."""
 
 _DESCENDING, _MAX = 1, 0  # enum ggml_sort_order, ggml_op_pool
+_count_of_row = keeping_lock(llama.llama_get_sampled_logits_count_ith)  # of a call that was waited for
 
 _log = logging.getLogger(__name__)
 
@@ -268,7 +269,7 @@ class DeviceDraws:
     ) -> tuple[Rows, Candidates]:
         """As `collect`, of so many rows of which only candidates are wanted; `places`: of these alone."""
         rows = self._rows(handle, num_rows)
-        count = llama.llama_get_sampled_logits_count_ith(handle, -num_rows)
+        count = _count_of_row(handle, -num_rows)
         if count == num_rows * WIDTH:
             best = _gathered(rows, num_rows)
         else:  # the graph of other rows beside these was used again
@@ -294,7 +295,7 @@ class DeviceDraws:
         Where a graph of decode rows was used again, its first row has the results of all.
         """
         num_rows = len(rows)
-        counts = [llama.llama_get_sampled_logits_count_ith(handle, row) for row in range(-num_rows, 0)]
+        counts = [_count_of_row(handle, row) for row in range(-num_rows, 0)]
         if 0 not in counts:
             return rows, counts
         apart, widths = np.empty_like(rows), list(counts)

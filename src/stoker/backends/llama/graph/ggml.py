@@ -6,7 +6,7 @@ import ctypes
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
-from stoker.backends.llama.binding import llama
+from stoker.backends.llama.binding import keeping_lock, llama
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -73,7 +73,7 @@ class Ggml:
     def _function(name: str, *kinds: Any, returns: Any = ctypes.c_void_p) -> Callable[..., int]:
         function = getattr(llama._lib, name)  # noqa: SLF001 - the bindings declare nothing of ggml
         function.restype, function.argtypes = returns, [ctypes.c_void_p, *kinds]
-        return function  # type: ignore[no-any-return]
+        return keeping_lock(function)
 
 
 @cache
