@@ -148,12 +148,13 @@ def _parts(value: object) -> object:
     """Proportions such as 3,1."""
     given = _pieces(value)
     if isinstance(given, tuple | list) and given:
+        typed = ",".join(map(str, given))
         try:
             parts = tuple(float(part) for part in given)
         except (TypeError, ValueError):
-            raise ValueError(f"{value!r} are no proportions; write such as 3,1") from None
+            raise ValueError(f"{typed!r} are no proportions; write such as 3,1") from None
         if not all(0 <= part < float("inf") for part in parts) or not any(parts):
-            raise ValueError(f"{value!r} are no proportions; write such as 3,1")
+            raise ValueError(f"{typed!r} are no proportions; write such as 3,1")
         return parts
     return given
 

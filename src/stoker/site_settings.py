@@ -105,7 +105,7 @@ class PlacementSettings(FrozenSettings):
         backend: "auto" takes the first that reads the model and works here; another name that one or none.
         gpu_layers: the output counts as one; "auto": as many as the devices can hold, else exactly so many.
         device: names or indexes as `stoker doctor` shows them; empty: all there are, "none": the CPU.
-        split_mode: None: on one device where it fits on one, else by layer.
+        split_mode: None: by layer where `tensor_split` is given, else on one device where it fits on one.
         tensor_split: a part for each device, in their order; empty: by their free memory.
         main_gpu: index among `device` of the one that holds all where nothing is split; None: the freest.
         cpu_moe: None: as many as have to; of models without experts this changes nothing.
@@ -138,7 +138,10 @@ class PlacementSettings(FrozenSettings):
         None, "How several devices share a model.", shown="none where it fits on one, else layer"
     )
     tensor_split: Parts = setting(
-        (), "Part of each device, such as 3,1.", shown="by their free memory", metavar="N,N"
+        (),
+        "Part of each device, such as 3,1; it is shared then.",
+        shown="by their free memory",
+        metavar="N,N",
     )
     main_gpu: int | None = setting(
         None, "Index among --device of the one that holds all.", shown="the freest", ge=0, le=255

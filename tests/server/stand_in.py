@@ -163,6 +163,7 @@ class StandInRuntime(OpensGroups):
     owners: dict[str, str] = field(default_factory=dict)
     names: dict[str, tuple[str, ...]] = field(default_factory=dict)
     reaches: list[Reach] = field(default_factory=list)
+    placements: list[dict[str, object]] = field(default_factory=list)
     routes: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -299,10 +300,11 @@ class StandInRuntime(OpensGroups):
         ctx_size: int | None = None,
         slots: int | None = None,
         reach: Reach = Reach.ANY,
-        **_placement: object,
+        **placement: object,
     ) -> ModelInfo:
         """Note it; loaded at once, unless it is told to fail or to take for ever."""
         self.reaches.append(reach)
+        self.placements.append(placement)
         self.calls.append(("load", model, keep_alive, ctx_size, slots))
         if self.load_error is not None:
             raise self.load_error
@@ -438,6 +440,7 @@ class StandInRuntime(OpensGroups):
             self.owners,
             self.names,
             self.reaches,
+            self.placements,
         ):
             noted.clear()
 

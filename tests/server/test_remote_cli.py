@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 
 from stoker.cli.app import app
 from stoker.cli.commands import ps, remote
-from stoker.errors import InsufficientMemoryError
+from stoker.errors import InsufficientMemoryError, InvalidRequestError
 from stoker.ipc.request import Priority
 from stoker.ipc.status import (
     DeviceStatus,
@@ -215,6 +215,57 @@ def test_a_grace_that_is_no_number_suspends_nothing(call, scripted, seconds):
     done = call("suspend", "--grace-s", seconds)
     assert (done.exit_code, done.stderr) == (2, f"stoker: --grace-s is no finite number, got {seconds}\n")
     assert scripted.runtime.calls == []
+
+
+def test_a_load_says_where_the_model_shall_lie(call, scripted):
+    """SPEC R11: by the flags of `serve`; what is not given stays as it is."""
+    flags = """--gpu-layers 20 --device CUDA1 --device 0 --split-mode row --tensor-split 3,1 --main-gpu 1
+        --cpu-moe 4 --kv-type q8_0 --kv-layout pool --no-mmap --no-kv-offload --expert-budget 2GiB
+        --backend llama"""
+    assert call("load", "stand-in", *flags.split()).exit_code == 0
+    assert call("load", "stand-in").exit_code == 0
+    assert scripted.runtime.placements == [
+        {
+            "gpu_layers": 20,
+            "device": ("CUDA1", "0"),
+            "split_mode": "row",
+            "tensor_split": (3.0, 1.0),
+            "main_gpu": 1,
+            "cpu_moe": 4,
+            "kv_type": "q8_0",
+            "kv_layout": "pool",
+            "mmap": False,
+            "kv_offload": False,
+            "expert_budget": 2 * 2**30,
+            "backend": "llama",
+        },
+        {},
+    ]
+
+
+@pytest.mark.parametrize(
+    ("flags", "text"),
+    [
+        ("--gpu-layers banana", "--gpu-layers: 'banana' is neither a whole number nor auto or all"),
+        ("--tensor-split 3,x", "--tensor-split: '3,x' are no proportions; write such as 3,1"),
+        ("--main-gpu -1", "--main-gpu: '-1' is less than 0"),
+        ("--kv-type q5", "--kv-type: 'q5' is none of 'f16', 'bf16', 'q8_0' or 'q4_0'"),
+        ("--device none --device CUDA0", "--device: none and cpu stand alone, got none, CUDA0"),
+    ],
+)
+def test_a_place_that_cannot_be_meant_is_refused_before_the_server_is_asked(call, scripted, flags, text):
+    """T2: one line that names what was typed and what can be."""
+    done = call("load", "stand-in", *flags.split())
+    assert (done.exit_code, done.stderr) == (2, f"stoker: {text}\n")
+    assert scripted.runtime.calls == []
+
+
+def test_a_device_that_the_server_does_not_have_is_told_by_its_flag(call, scripted):
+    """T2, SPEC R11: with those that it has."""
+    text = "there is no 'CUDA9' here; there are 0 CUDA0 (H100), none"
+    scripted.runtime.load_error = InvalidRequestError(f"device: {text}", param="device")
+    done = call("load", "stand-in", "--device", "CUDA9")
+    assert (done.exit_code, done.stderr) == (2, f"stoker: --device: {text}\n")
 
 
 def test_each_command_speaks_json(call):

@@ -239,6 +239,42 @@ def test_a_plan_without_devices_asks_no_library_for_them(model: Path, machine: A
     assert "there is no 'CUDA7' here; there are 0 CUDA0 (H100), none" in output
 
 
+def test_a_plan_takes_every_setting_of_where_a_model_lies(model: Path, machine: Any, cards: Any) -> None:
+    """SPEC R2, R11: what is asked of a load can be asked of a plan, and is refused in the same words."""
+    machine(6 * 2**30, 8 * 2**30)
+    cards(40 * 2**30, 50 * 2**30)
+    whole = record(model)[1]["bytes"]["kv"]
+
+    def cells(*flags: str, line: str = "kv") -> list[int]:
+        return [each["bytes"].get(line, 0) for each in record(model, *flags)[1]["devices"]]
+
+    assert cells("--kv-layout", "pool", "--main-gpu", "0")[1] == 0
+    assert sum(cells("--no-kv-offload")) == 0
+    assert sum(cells("--kv-type", "q8_0", "--slots", "2")) < sum(cells("--kv-type", "f16", "--slots", "2"))
+    assert sum(cells("--kv-layout", "pool")) < whole == sum(cells("--kv-layout", "streams"))
+    assert all(cells("--tensor-split", "1,1", line="weights"))
+    for flags, text in {
+        ("--tensor-split", "1,2,3"): "--tensor-split: 3 parts for 2 devices; there are 0 CUDA0 (H100)",
+        ("--tensor-split", "3,x"): "--tensor-split: '3,x' are no proportions; write such as 3,1",
+        ("--main-gpu", "4"): "--main-gpu: 4 is no index among 2 devices; there are 0 CUDA0 (H100)",
+        ("--kv-type", "q5"): "--kv-type: 'q5' is none of 'f16', 'bf16', 'q8_0' or 'q4_0'",
+        ("--split-mode", "column"): "--split-mode: 'column' is none of 'none', 'layer' or 'row'",
+        ("--cpu-moe", "-1"): "--cpu-moe: '-1' is less than 0",
+    }.items():
+        code, output = run(model, *flags)
+        assert (code, output.count("\n")) == (2, 1)
+        assert text in output
+
+
+def test_more_layers_than_a_model_has_are_all_of_them(model: Path, machine: Any, cards: Any) -> None:
+    """SPEC R11: the 99 that other programs are given; what is told is what there is."""
+    machine(6 * 2**30, 8 * 2**30)
+    cards(40 * 2**30)
+    every = record(model)[1]["layers"]
+    assert record(model, "--gpu-layers", "99")[1]["layers"] == every < 99
+    assert f", {every} of {every} layers on CUDA0" in run(model, "--gpu-layers", "99")[1]
+
+
 def test_the_tiers_own_limit_counts(model: Path, machine: Any) -> None:
     """SPEC M2, M5: a machine of 2 GiB gives models 1.5 GB."""
     machine(2**30, 2 * 2**30)

@@ -141,6 +141,7 @@ def test_then_fewer_layers_and_at_last_the_cpu() -> None:
 def test_what_was_asked_for_is_not_made_less() -> None:
     """SPEC R11: all, or a number, of a device; what cannot be is refused with numbers and what could be."""
     assert placed(weigh(spec("A", gpu_layers=4), estimate, budget(500)))[0] == 4
+    assert placed(weigh(spec("A", gpu_layers=99), estimate, budget(500)))[0] == NUM_LAYERS
     room = (COMPUTE + 3 * LAYER + 2 * CELLS) / MIB
     with pytest.raises(InsufficientMemoryError) as caught:
         weigh(replace(spec("A", gpu_layers="all"), kv_type="f16"), estimate, budget(room))
@@ -163,10 +164,11 @@ def test_what_was_asked_for_is_not_made_less() -> None:
         ({"split_mode": SplitMode.NONE}, (("B",), SplitMode.NONE)),
         ({"split_mode": SplitMode.ROW}, (("A", "B"), SplitMode.ROW)),
         ({"split_mode": SplitMode.LAYER, "tensor_split": (3.0, 1.0)}, (("A", "B"), SplitMode.LAYER)),
+        ({"tensor_split": (3.0, 1.0)}, (("A", "B"), SplitMode.LAYER)),
     ],
 )
 def test_the_devices_that_were_asked_for_are_taken(asked: dict[str, Any], expected: tuple[Any, ...]) -> None:
-    """SPEC R11: `main_gpu` and `split_mode` decide where they are given."""
+    """SPEC R11: `main_gpu`, `split_mode` and `tensor_split` decide where they are given."""
     found = weigh(spec("A", "B", **asked), estimate, budget(500, 600))
     assert (found.spec.placement.device, found.spec.placement.split_mode) == expected
     if "tensor_split" in asked:

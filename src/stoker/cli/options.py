@@ -17,6 +17,7 @@ import typer
 
 from stoker.errors import InvalidRequestError, StokerError
 from stoker.settings import flag_of, load_settings
+from stoker.site_settings import PlacementSettings
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -27,10 +28,17 @@ if TYPE_CHECKING:
     RuntimeFactory = Callable[[EngineSettings], Runtime]
 
 
-def option_of(name: str, panel: str | None = None) -> Any:
-    """The option of a setting, for `Annotated`, in that panel of `--help`."""
+def option_of(name: str, panel: str | None = None, default: str = "") -> Any:
+    """The option of a setting, for `Annotated`, in that panel of `--help`.
+
+    Args:
+        name: of the setting.
+        panel: its title; None: among the command's own options.
+        default: in words, where it is not the setting's.
+    """
     flag = flag_of(name)
-    text = f"{flag.text} [{flag.shown}]" if flag.shown else flag.text
+    shown = default or flag.shown
+    text = f"{flag.text} [{shown}]" if shown else flag.text
     return typer.Option(*flag.names, help=text, metavar=flag.metavar or None, rich_help_panel=panel)
 
 
@@ -52,7 +60,7 @@ def with_options(
 
     @functools.wraps(command)
     def with_further(**given: Any) -> None:
-        further = {name: given.pop(name) for name in options}
+        further = {name: given.pop(name, default) for name, (_, default) in options.items()}
         call(given, further)
 
     own = inspect.signature(command, eval_str=True).parameters.values()
@@ -85,6 +93,8 @@ def with_version(command: Callable[..., None]) -> Callable[..., None]:
 
 PANEL = "Model and server"
 """Where `--help` shows what says what is asked, and where."""
+DEVICES = "Devices"
+"""The same of what computes a model and where it lies."""
 
 Config = Annotated[
     Path | None,
@@ -228,6 +238,27 @@ def takes_fields(*names: str) -> Callable[[Callable[..., None]], Callable[..., N
         return with_options(command, {name: REQUEST_FIELDS[name] for name in names}, call, fills="fields")
 
     return with_fields
+
+
+def takes_placement(default: str = "") -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """A command whose parameter `placement` holds what is given of what computes a model and where it lies.
+
+    Args:
+        default: of each of these settings, in words, where it is not the setting's.
+    """
+    options = {
+        name: (Annotated[flag_of(name).kind | None, option_of(name, DEVICES, default)], None)
+        for name in PlacementSettings.model_fields
+    }
+
+    def with_placement(command: Callable[..., None]) -> Callable[..., None]:
+        def call(own: dict[str, Any], further: dict[str, Any]) -> None:
+            given = {name: value for name, value in further.items() if value is not None}
+            command(placement=given, **own)
+
+        return with_options(command, options, call, fills="placement")
+
+    return with_placement
 
 
 def engine_settings(config: Path | None, *, model: str | None = None, **flags: Any) -> EngineSettings:

@@ -217,7 +217,7 @@ class PlacementSpec(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         gpu_layers: layers on devices, the output counting as one; "auto": as many as fit.
         device: names of devices or their indexes in text; empty: all there are, "none": the CPU.
-        split_mode: None: on one device where it fits on one, else by layer.
+        split_mode: None: by layer where `tensor_split` is given or no device holds it alone, else on one.
         tensor_split: a part for each device; empty: by their free memory.
         main_gpu: index among `device` of the one that holds all where nothing is split; None: the freest.
         cpu_moe: layers, from the first, whose experts stay in host memory; None: as many as have to.

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from stoker.cli.exits import ExitCode
-from stoker.cli.options import AsJson, Config, engine_settings, models_that_begin
+from stoker.cli.options import AsJson, Config, engine_settings, models_that_begin, takes_placement
 from stoker.wording import size_text
 
 if TYPE_CHECKING:
@@ -76,8 +76,10 @@ class _Plan:
         return self.disk_bytes_per_s / self.read_bytes if self.read_bytes else 0.0
 
 
+@takes_placement()
 def plan(
     *,
+    placement: dict[str, Any],
     model: Annotated[
         str | None,
         typer.Argument(
@@ -103,17 +105,6 @@ def plan(
     mmproj: Annotated[
         Path | None, typer.Option("--mmproj", help="Projector that is loaded with it. [none]", metavar="FILE")
     ] = None,
-    gpu_layers: Annotated[
-        str | None,
-        typer.Option("--gpu-layers", help="Layers on devices. [auto]", metavar="auto|all|N"),
-    ] = None,
-    backend: Annotated[
-        str | None, typer.Option("--backend", help="What computes it. [auto]", metavar="auto|llama|mlx|mnn")
-    ] = None,
-    device: Annotated[
-        list[str] | None,
-        typer.Option("--device", help="Devices to plan for, or none. [all]", metavar="NAME|none"),
-    ] = None,
     as_json: AsJson = False,
     config: Config = None,
 ) -> None:
@@ -123,11 +114,8 @@ def plan(
         "slots": slots,
         "memory_limit": limit,
         "memory_margin": margin,
-        "gpu_layers": gpu_layers,
-        "backend": backend,
-        "device": tuple(device) if device else None,
     }
-    found = _plan(engine_settings(config, **flags), model, mmproj)
+    found = _plan(engine_settings(config, **flags, **placement), model, mmproj)
     if as_json:
         typer.echo(json.dumps(_as_record(found), indent=2))
     else:

@@ -11,10 +11,10 @@ from typing import Annotated, Any
 
 import typer
 
-from stoker.cli.options import AsJson
+from stoker.cli.options import AsJson, takes_placement
 from stoker.cli.target import ApiKey, Url, ask_server, reading_answer
 from stoker.errors import InvalidRequestError
-from stoker.settings import flag_of
+from stoker.site_settings import PlacementSettings
 from stoker.wording import size_text
 
 _MODELS = "/v1/runtime/models"
@@ -22,6 +22,7 @@ _MODELS = "/v1/runtime/models"
 Named = Annotated[str, typer.Argument(metavar="MODEL", help="Id of a served model, as `stoker ps` shows it.")]
 
 
+@takes_placement("as it is")
 @reading_answer()
 def load(
     model: Annotated[
@@ -45,12 +46,7 @@ def load(
     slots: Annotated[
         int | None, typer.Option("--slots", help="Requests that run on it at once.", metavar="N")
     ] = None,
-    backend: Annotated[
-        str | None,
-        typer.Option(
-            "--backend", help="What computes it from now on. [as it is]", metavar=flag_of("backend").metavar
-        ),
-    ] = None,
+    placement: dict[str, Any],
     as_json: AsJson = False,
     url: Url = None,
     api_key: ApiKey = None,
@@ -61,7 +57,7 @@ def load(
         "keep_alive": keep_alive,
         "ctx_size": ctx_size,
         "slots": slots,
-        "backend": backend,
+        **PlacementSettings(**placement).given_placement(),
     }
     body = {name: value for name, value in asked.items() if value is not None}
     loaded = _post(url, api_key, f"{_MODELS}/load", body, f"loading {model}")

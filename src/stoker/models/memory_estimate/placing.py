@@ -43,9 +43,9 @@ class Placing:
         if not self.has_devices(spec):
             yield spec
             return
+        asked, num_layers = spec.placement.gpu_layers, self.estimate(spec).num_layers
+        count = min(asked, num_layers or asked) if isinstance(asked, int) else num_layers
         for place in self._device_sets(spec.placement):
-            asked = spec.placement.gpu_layers
-            count = asked if isinstance(asked, int) else self.estimate(spec).num_layers
             yield _on(spec, replace(place, gpu_layers=count, cpu_moe=spec.placement.cpu_moe or 0))
 
     def parted(self, spec: ModelSpec) -> Iterator[ModelSpec]:
@@ -93,6 +93,8 @@ class Placing:
         """One device each, the one with most memory free first, then all that have some with their parts."""
         rooms = {each.id: each for each in self.budget.devices}
         ids, mode = asked.device, asked.split_mode
+        if mode is None and asked.tensor_split and asked.main_gpu is None:
+            mode = SplitMode.LAYER
         if mode in {None, SplitMode.NONE}:
             alone = ids if asked.main_gpu is None else ids[asked.main_gpu : asked.main_gpu + 1]
             yield from map(partial(_alone, asked), sorted(alone, key=lambda each: -_vacant(rooms.get(each))))
