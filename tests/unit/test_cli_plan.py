@@ -234,6 +234,7 @@ def test_a_plan_without_devices_asks_no_library_for_them(model: Path, machine: A
     cards(40 * 2**30)
     assert record(model, "--device", "none")[1]["devices"] == []
     assert record(model, "--gpu-layers", "0")[1]["devices"] == []
+    assert record(model, "--gpu-layers", "0")[1]["degraded"] == []
     code, output = run(model, "--device", "CUDA7")
     assert code == 2
     assert "there is no 'CUDA7' here; there are 0 CUDA0 (H100), none" in output
@@ -264,6 +265,18 @@ def test_a_plan_takes_every_setting_of_where_a_model_lies(model: Path, machine: 
         code, output = run(model, *flags)
         assert (code, output.count("\n")) == (2, 1)
         assert text in output
+
+
+def test_a_plan_tells_of_layers_that_there_is_no_device_for(model: Path, machine: Any, cards: Any) -> None:
+    """SPEC R2, R11: as the load does."""
+    machine(6 * 2**30, 8 * 2**30)
+    cards()
+    assert record(model)[1]["verdict"] == "fits"
+    code, found = record(model, "--gpu-layers", "all")
+    assert (code, found["verdict"]) == (0, "degraded")
+    assert found["degraded"] == ["on the CPU: there is no device for its layers"]
+    code, output = run(model, "--gpu-layers", "2")
+    assert (code, "-> on the CPU: there is no device for its layers" in output) == (0, True)
 
 
 def test_more_layers_than_a_model_has_are_all_of_them(model: Path, machine: Any, cards: Any) -> None:

@@ -51,6 +51,13 @@ def test_each_request_has_its_context_where_the_device_holds_it(decoder: Path) -
     assert (short.estimate.kv_layout, short.estimate.n_ctx, short.degraded) == (KVLayout.POOL, N_CTX, ())
 
 
+def test_all_layers_by_their_number_are_as_all(decoder: Path) -> None:
+    """SPEC C15, R11: also by a larger one, such as the 99 that other programs are given."""
+    for count in (3, 99):
+        asked = spec_of(decoder, placement=PlacementSpec(device=("CUDA0",), gpu_layers=count))
+        assert weighed(asked).estimate.kv_layout is KVLayout.STREAMS
+
+
 def test_streams_take_the_cells_of_every_sequence(decoder: Path) -> None:
     """SPEC R1, C15: of slots, of few spare ones, and of the one that others are copied through."""
     estimate = estimator_of(decoder)

@@ -90,6 +90,24 @@ def test_a_device_that_is_not_there_is_refused_with_those_that_are(make):
     assert (error.code, error.param, error.details) == ("invalid_request", "device", {"devices": ["known-1"]})
 
 
+def test_layers_that_no_device_is_there_for_are_told(make):
+    """SPEC R11: a driver that has gone costs speed; who asked for a device sees it."""
+    machine = make(device_lease=False)
+    no_card = "on the CPU: there is no device for its layers"
+    asked = {
+        "all": (PlacementSpec(gpu_layers="all"), [no_card]),
+        "some": (PlacementSpec(gpu_layers=4), [no_card]),
+        "auto": (PlacementSpec(), []),
+        "none": (PlacementSpec(gpu_layers="all", device=("none",)), []),
+        "zero": (PlacementSpec(gpu_layers=0), []),
+    }
+    for model, (placement, degraded) in asked.items():
+        machine.have(model, order="eog_period=0", placement=placement)
+        assert machine.info(model).degraded == degraded
+    machine.have("card", order=ONE.format("there", 500), placement=PlacementSpec(gpu_layers="all"))
+    assert machine.info("card").degraded == []
+
+
 def test_a_load_that_fails_for_want_of_memory_is_tried_with_less(make, monkeypatch):
     """SPEC R11: an estimate may be too small; what others took meanwhile is not known before."""
     machine = make(device_lease=False)

@@ -71,6 +71,19 @@ def with_device_ids(spec: ModelSpec, devices: Sequence[Device], lost: Collection
     return replace(spec, placement=replace(placement, device=ids or (NO_DEVICE,)))
 
 
+def without_devices(asked: ModelSpec, found: ModelSpec) -> tuple[str, ...]:
+    """What a model gets less of whose layers were to lie on devices where there are none, for people.
+
+    Args:
+        asked: as it was given.
+        found: the same with its devices by their ids.
+    """
+    asks = asked.placement.gpu_layers != "auto" and asked.placement.has_devices
+    return (
+        ("on the CPU: there is no device for its layers",) if asks and not found.placement.has_devices else ()
+    )
+
+
 def _named(name: str, there: Sequence[Device]) -> Device:
     if name.isdecimal() and int(name) < len(there):
         return there[int(name)]

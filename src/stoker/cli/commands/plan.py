@@ -130,15 +130,16 @@ def _plan(settings: EngineSettings, model: str | None, mmproj: Path | None) -> _
     from stoker.errors import InsufficientMemoryError
     from stoker.machine.limits import effective_limit, read_limits, tier_of
     from stoker.machine.mapped import read_speed
-    from stoker.models.memory_estimate.fit import MemoryBudget, smallest, weigh
+    from stoker.models.memory_estimate.fit import Fit, MemoryBudget, smallest, weigh
     from stoker.models.memory_estimate.placing import Placing
-    from stoker.models.placement import chosen_devices, with_device_ids
+    from stoker.models.placement import chosen_devices, with_device_ids, without_devices
 
     whole, file = _found(settings, model, mmproj)
     spec = whole.ways[0]
     reader = open_model(spec.path, spec.backend)
     there = reader.devices() if spec.placement.has_devices else ()
     devices, spec = chosen_devices(spec.placement, there), with_device_ids(spec, there)
+    on_host = without_devices(whole.ways[0], spec)
     profile = read_limits(settings.memory_limit)
     budget = MemoryBudget(
         free_bytes=profile.available_bytes,
@@ -154,7 +155,7 @@ def _plan(settings: EngineSettings, model: str | None, mmproj: Path | None) -> _
         fitted = smallest(spec, estimate, placing=Placing(estimate, budget))
         fit, reason = INSUFFICIENT, error.message
     else:
-        fit = str(fitted.fit)
+        fit = str(Fit.DEGRADED) if on_host and fitted.fit in {Fit.FITS, Fit.TIGHT} else str(fitted.fit)
         reason = _MEANINGS.get(fit) or _why_too_large(fitted.estimate, budget)
     return _Plan(
         fit=fit,
@@ -167,7 +168,7 @@ def _plan(settings: EngineSettings, model: str | None, mmproj: Path | None) -> _
         n_ctx_train=file.n_ctx_train,
         disk_bytes_per_s=read_speed(spec.path) if fitted.estimate.experts.is_streamed else 0.0,
         calibration=calibration_texts(settings, file),
-        degraded=fitted.degraded,
+        degraded=(*fitted.degraded, *on_host),
         reason=reason,
         pairing=_pairing(spec, file),
         pairing_reason=file.description.pairing_reason if file.description else "",

@@ -43,7 +43,7 @@ from stoker.errors import (
 )
 from stoker.ipc.model import ModelSpec
 from stoker.models.memory_estimate.fit import with_draft
-from stoker.models.placement import with_device_ids
+from stoker.models.placement import with_device_ids, without_devices
 from stoker.models.reader import LoadContext
 from stoker.wording import count_text
 
@@ -152,6 +152,8 @@ class Load:
             trial_token_s: what a token took in a trial; 0: not measured.
         """
         less = list(self.fitted.degraded) if self.fitted else []
+        if not self.missing:
+            less += without_devices(self.way, self.wanted)
         if less and trial_token_s:
             less.append(f"one request alone got {1 / trial_token_s:.3g} tokens/s in a trial")
         return (*less, *(f"without {device}, which was lost" for device in self.missing))

@@ -218,7 +218,7 @@ def weigh(spec: ModelSpec, estimate: Estimator, budget: MemoryBudget, least_n_ct
 
 def _forms(spec: ModelSpec, asked: Estimate, placing: Placing, least_n_ctx: int) -> Iterator[ModelSpec]:
     """In the order of `weigh`."""
-    streams = tuple(_streams(spec, asked, least_n_ctx)) if _tries_streams(spec, placing) else ()
+    streams = tuple(_streams(spec, asked, least_n_ctx)) if _tries_streams(spec, asked, placing) else ()
     for form in placing.whole(spec):
         for changes in streams:
             yield msgspec.structs.replace(form, kv_layout=KVLayout.STREAMS, **changes)
@@ -243,14 +243,15 @@ def _streams(spec: ModelSpec, asked: Estimate, least_n_ctx: int) -> Iterator[dic
             yield {"n_ctx": n_ctx}
 
 
-def _tries_streams(spec: ModelSpec, placing: Placing) -> bool:
+def _tries_streams(spec: ModelSpec, asked: Estimate, placing: Placing) -> bool:
     """Whether streams would serve it: all cells lie on devices, and every request would have its context.
 
     It would not where `num_cells` says that the slots are to share fewer.
     """
     place = spec.placement
     is_open = spec.kv_layout is KVLayout.AUTO and placing.has_devices(spec)
-    if not is_open or not place.kv_offload or isinstance(place.gpu_layers, int):
+    is_parted = isinstance(place.gpu_layers, int) and place.gpu_layers < asked.num_layers
+    if not is_open or not place.kv_offload or is_parted:
         return False
     in_streams = msgspec.structs.replace(spec, kv_layout=KVLayout.STREAMS)
     found = placing.estimate(in_streams)
