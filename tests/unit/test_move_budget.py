@@ -80,8 +80,8 @@ def test_a_turn_spends_what_was_saved_up_and_no_more() -> None:
     assert not budget.take(0.001)
     for turn in range(1, 5):
         budget.begin(100.0 + turn * 0.05)
-    assert not budget.take(0.021)
-    assert budget.take(0.019)
+    assert not budget.take(4.1 * BUSY_SHARE * 0.05)
+    assert budget.take(3.9 * BUSY_SHARE * 0.05)
     assert budget.num_refused_total == 4
 
 
@@ -96,13 +96,14 @@ def test_time_without_turns_saves_up_nothing() -> None:
 
 
 def test_an_idle_turn_spends_more_and_none_is_spent_where_it_is_forbidden() -> None:
-    """SPEC C16: what is forbidden in one turn is still saved up in the next."""
+    """SPEC C16: a turn that admits spends nothing, and nor do those after it what was saved up before."""
     budget = saved_up()
     budget.forbid()
     assert not budget.has_time
     assert not budget.take(0.001)
-    budget.begin(100.001)
-    assert budget.take(TARGET_S)
+    budget.begin(100.01)
+    assert not budget.take(1.1 * BUSY_SHARE * 0.01)
+    assert budget.take(0.9 * BUSY_SHARE * 0.01)
     budget.begin_idle()
     assert [budget.take(TARGET_S) for _ in range(IDLE_TARGETS + 1)] == [True] * IDLE_TARGETS + [False]
 
@@ -126,7 +127,7 @@ def test_nothing_is_tried_until_there_is_time_for_what_was_refused() -> None:
     while not budget.has_time:
         turns += 1
         budget.begin(100.0 + turns * TARGET_S)
-    assert turns == 4
+    assert 12 <= turns <= 13, "0.018 s, 1.5 ms a turn"
     assert budget.take(0.028)
 
 

@@ -7,7 +7,15 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from stoker.backends.stream_map import MOST_COPIES, StreamMap, evened, num_passes, span
+from stoker.backends.stream_map import (
+    COPIES_A_NEWCOMER,
+    MOST_COPIES,
+    Copy,
+    StreamMap,
+    evened,
+    num_passes,
+    span,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -36,16 +44,22 @@ class Native:
 
     def step(self, counts: dict[int, int]) -> tuple[int, int]:
         """Copies and passes of a step."""
+        copies = self.map.begin(list(counts))
+        self._carry_out(copies)
         for seq in counts:
             self.begin(seq)
-        copies = self.map.close_gaps(counts)
+        closing = self.map.close_gaps(counts)
+        self._carry_out(closing)
+        copies += closing
+        self.check()
+        by_stream = {self.map.stream(seq): count for seq, count in counts.items()}
+        return len(copies), num_passes(by_stream, N_UBATCH)
+
+    def _carry_out(self, copies: Sequence[Copy]) -> None:
         for copy in copies:
             assert self.contents[copy.dst] is None, f"{copy} overwrites {self.contents[copy.dst]}"
             assert self.contents[copy.src] is not None, f"{copy} copies nothing"
             self.contents[copy.dst], self.contents[copy.src] = self.contents[copy.src], None
-        self.check()
-        by_stream = {self.map.stream(seq): count for seq, count in counts.items()}
-        return len(copies), num_passes(by_stream, N_UBATCH)
 
     def check(self) -> None:
         """Each sequence's text is where the map says."""
@@ -177,6 +191,42 @@ def test_sequences_that_begin_together_take_consecutive_streams() -> None:
     native.step({0: 1, 2: 1, 4: 1, 5: 1})
     native.map.order([0, 2, 4, 5, 10, 11, 12, 13])
     assert [native.map.stream(seq) for seq in range(10, 14)] == [6, 7, 8, 9]
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_what_is_only_kept_makes_way_for_those_that_begin(seed: int) -> None:
+    """SPEC C15: a crowd among streams that keep something was a pass for each gap, in every step."""
+    random, native = Random(seed), Native(72)
+    for seq in random.sample(range(72), 72):
+        native.begin(seq)
+    running: list[int] = []
+    for _ in range(12):
+        kept = [seq for seq in range(72) if seq not in running]
+        newcomers = random.sample(kept, random.randrange(1, min(len(kept), 30) + 1))
+        for seq in newcomers:
+            native.drop(seq)
+        num_copies, _ = native.step(dict.fromkeys(running + newcomers, 1))
+        bound = min(MOST_COPIES, COPIES_A_NEWCOMER * len(newcomers))
+        assert num_copies <= bound + MOST_COPIES
+        running += newcomers
+        for _ in range(2 * MOST_COPIES):
+            num_copies, num_passes_ = native.step(dict.fromkeys(running, 1))
+        assert (num_copies, num_passes_) == (0, 1)
+        running = random.sample(running, random.randrange(len(running) + 1))
+
+
+def test_eight_that_begin_among_72_kept_streams_are_one_pass() -> None:
+    """SPEC C15: five passes of the prompts, and of each of the first steps after them, on an H100."""
+    for seed in range(50):
+        random, native = Random(seed), Native(72)
+        for seq in random.sample(range(72), 72):
+            native.begin(seq)
+        newcomers = random.sample(range(72), 8)
+        for seq in newcomers:
+            native.drop(seq)
+        num_copies, num_passes_ = native.step(dict.fromkeys(newcomers, 66))
+        assert num_copies <= MOST_COPIES
+        assert num_passes_ == 2, "528 tokens in calls of 512"
 
 
 def test_where_no_free_streams_are_consecutive_newcomers_take_those_there_are() -> None:

@@ -1,10 +1,10 @@
 """Which native stream holds which sequence, where each stream is a sequence's own cells.
 
 A step is cheapest where its sequences lie in consecutive streams: llama.cpp computes the next token of
-consecutive streams in one forward pass, and cuts the step at every gap. So a sequence that begins takes a
-free stream beside those that run, and gaps are closed by copying streams, as soon as the passes that they
-have cost are as many as the copies. Sequences that begin together take consecutive streams. Pure bookkeeping:
-what lies in the streams, and how it is copied, is the backend's.
+consecutive streams in one forward pass, and cuts the step at every gap. So sequences that begin take streams
+beside those that run, and what only keeps something there goes out of their way. Other gaps are closed by
+copying streams, as soon as the passes that they have cost are as many as the copies. Pure bookkeeping: what
+lies in the streams, and how it is copied, is the backend's.
 
 A step of prompts of several lengths is cut where each of them ends. `evened` says how long they have to be
 for few passes: what is computed in vain costs less than the passes.
@@ -21,6 +21,9 @@ if TYPE_CHECKING:
 
 MOST_COPIES = 8
 """Streams that are copied before one step; the other gaps are closed before the next ones."""
+COPIES_A_NEWCOMER = 4
+"""Streams that are copied for each sequence that begins: 1 ms each on an H100, where a pass more takes 4 to
+10 ms in each of the steps to come."""
 _ROUND = 8
 """Rows of a step are computed in multiples of this where there are more, so that a newcomer finds a place."""
 
@@ -151,10 +154,13 @@ class StreamMap:
         found = self.streams.get(seq)
         if found is None:
             found = min(self._free, key=lambda free: (-self._num_neighbours(free), free))
-            self._free.remove(found)
-            self.streams[seq] = found
-            self._changed()
+            self._take(seq, found)
         return found
+
+    def _take(self, seq: int, stream: int) -> None:
+        self._free.remove(stream)
+        self.streams[seq] = stream
+        self._changed()
 
     def _begin(self, seqs: Sequence[int]) -> None:
         """Give sequences that have no stream consecutive ones, if there are so many free."""
@@ -166,9 +172,7 @@ class StreamMap:
         width = len(seqs)
         first = min(starts, key=lambda at: (-(at - 1 in self._last) - (at + width in self._last), at))
         for stream, seq in enumerate(seqs, start=first):
-            self._free.remove(stream)
-            self.streams[seq] = stream
-        self._changed()
+            self._take(seq, stream)
 
     def _num_neighbours(self, stream: int) -> int:
         return (stream - 1 in self._last) + (stream + 1 in self._last)
@@ -208,6 +212,25 @@ class StreamMap:
             return places
         return sorted(places, key=streams.__getitem__)
 
+    def begin(self, seqs: Sequence[int]) -> list[Copy]:
+        """What to copy, in order, before a step of these, so that those that begin make no gap.
+
+        It counts as done. Those that begin have nothing to be copied: they take whatever streams the fewest
+        copies make free.
+        """
+        newcomers = [seq for seq in seqs if seq not in self.streams]
+        if not newcomers or len(seqs) == 1:
+            return []
+        running = frozenset(self.streams[seq] for seq in seqs if seq in self.streams)
+        window, copies = self._gathered(running, len(newcomers))
+        if len(copies) > min(MOST_COPIES, COPIES_A_NEWCOMER * len(newcomers)):
+            return []
+        for copy in copies:
+            self._moved(copy)
+        for seq, stream in zip(newcomers, sorted(self._free.intersection(window)), strict=True):
+            self._take(seq, stream)
+        return copies
+
     def close_gaps(self, counts: Mapping[int, int]) -> list[Copy]:
         """What to copy, in order, before a step of so many tokens by sequence; counted as done.
 
@@ -224,7 +247,7 @@ class StreamMap:
         self._is_gathered = len(_first_run(sorted(by_stream))) == len(by_stream)
         if self._is_gathered:
             return []
-        copies = self._gathered(self._last)
+        _, copies = self._gathered(self._last)
         places = {copy.src: copy.dst for copy in copies}
         gathered = {places.get(stream, stream): count for stream, count in by_stream.items()}
         num_saved = num_passes(by_stream, self._n_ubatch) - num_passes(gathered, self._n_ubatch)
@@ -240,27 +263,27 @@ class StreamMap:
         self._last = frozenset(self.streams[seq] for seq in counts)
         return copies
 
-    def _gathered(self, running: frozenset[int]) -> list[Copy]:
-        """The fewest copies after which these streams follow each other without a gap."""
-        width = len(running)
-        windows = (
-            range(start, start + width) for start in range(len(self.streams) + len(self._free) - width + 1)
-        )
+    def _gathered(self, running: frozenset[int], num_new: int = 0) -> tuple[range, list[Copy]]:
+        """Where these streams, and so many that hold nothing, follow each other after the fewest copies."""
+        width, num_streams = len(running) + num_new, len(self.streams) + len(self._free)
+        windows = (range(start, start + width) for start in range(num_streams - width + 1))
         window = min(windows, key=lambda window: self._num_copies(window, running))
-        outside = sorted(running - set(window))
+        outside = sorted(running.difference(window))
         holes = [stream for stream in window if stream not in running]
-        spare = sorted(self._free - set(window))
+        spare = sorted(self._free.difference(window))
         copies: list[Copy] = []
         for hole in sorted(holes, key=lambda hole: hole not in self._free):
             if hole not in self._free:  # what waits there goes elsewhere first
                 copies.append(Copy(hole, spare.pop()))
-            copies.append(Copy(outside.pop(), hole))
-            spare.append(copies[-1].src)
-        return copies
+            if outside:
+                copies.append(Copy(outside.pop(), hole))
+                spare.append(copies[-1].src)
+        return window, copies
 
     def _num_copies(self, window: range, running: frozenset[int]) -> int:
         """One for each that comes in, and one for each that has to leave before."""
-        return sum(1 + (stream not in self._free) for stream in window if stream not in running)
+        kept = [stream for stream in window if not (stream in running or stream in self._free)]
+        return len(kept) + sum(stream not in window for stream in running)
 
     def _moved(self, copy: Copy) -> None:
         seq = next(seq for seq, stream in self.streams.items() if stream == copy.src)

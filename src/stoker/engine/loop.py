@@ -80,10 +80,10 @@ log = logging.getLogger(__name__)
 
 
 REST_AFTER_S = 0.2
-"""How long nothing is to be computed before cells are copied: the next request may be on its way."""
-GATHER_S = 0.004
-"""How long prompts that find a device idle wait for others that are being prepared. A crowd comes within some
-milliseconds; a first step with one of its prompts takes an H100 15 ms, and the others wait for the next."""
+"""How long nothing is to be computed before cells are copied or kernels warmed: one may come soon."""
+GATHER_S = 0.012
+"""How long prompts on a device wait for others that are being prepared, where these are more than run. A crowd
+comes within some milliseconds; a step with a few of its prompts takes an H100 15 ms, and all others wait."""
 TEND_EVERY_S = 0.1
 """Between steps shorter than that, what is due by time alone waits so long."""
 RETRY_WHILE_LOADING_S = 5.0
@@ -289,15 +289,21 @@ class EngineLoop:
             if self._runners.throttle.halves_time:
                 self._timer.collect()  # its time is not the nap's
                 self._nap_until_s = self._busy_s + (self._busy_s - now)
-        elif (cold := self._cold()) is not None:
+        elif now >= self._rest_s and (cold := self._cold()) is not None:
             self._flush()  # that it is ready is known before it is warm
             cold.warm(now)
-        elif now >= max(self._busy_s + REST_AFTER_S, self._nap_until_s):
+        elif now >= self._rest_s:
             self._rest()
 
+    @property
+    def _rest_s(self) -> float:
+        """When there is time for what nobody waits for, if nothing comes."""
+        return max(self._busy_s + REST_AFTER_S, self._nap_until_s)
+
     def _gathers(self, runner: ModelRunner, now: float) -> bool:
-        """Whether a step that would only begin prompts waits for those that are on their way."""
-        if not (runner.is_beginning and self._preparations.has_quick):
+        """Whether a step that would begin prompts waits for those that are on their way."""
+        num_coming = self._preparations.num_quick if runner.gathers else 0
+        if not num_coming or len(runner.running) > num_coming:
             self._gathers_until_s = None
             return False
         if self._gathers_until_s is None:
@@ -319,8 +325,6 @@ class EngineLoop:
         now = self._clock.now()
         if self._runners.has_work:
             return max(0.0, self._nap_until_s - now, (self._gathers_until_s or 0.0) - now)
-        if self._cold() is not None:
-            return 0.0
         due = [
             self._jobs.next_deadline_s(),
             self._preparations.next_due_s(now),
@@ -330,8 +334,9 @@ class EngineLoop:
         ]
         if self._phase is _LoopPhase.DRAINING:
             due.append(self._until_s)
-        if self._runners.has_unstored or (self._cleans_eagerly and not self._is_clean):
-            due.append(self._busy_s + REST_AFTER_S)
+        is_dirty = self._cleans_eagerly and not self._is_clean
+        if self._runners.has_unstored or is_dirty or self._cold() is not None:
+            due.append(self._rest_s)
         soonest = min((at for at in due if at is not None), default=None)
         return None if soonest is None else max(0.0, soonest - now)
 

@@ -37,8 +37,8 @@ STORABLE_CELLS = 256
 
 IDLE_TARGETS = 4
 """Targets of a step that a turn may spend on copies where nobody runs or waits."""
-BUSY_SHARE = 0.1
-"""Part of the time that copies may take where somebody does."""
+BUSY_SHARE = 0.03
+"""Part of the time that copies may take where somebody does; nothing is saved up over an admission."""
 LEAST_GAIN = 2.0
 """Times as long as its copy that computing a state's tokens has to take: it is to be put back too."""
 
@@ -72,8 +72,8 @@ class MoveBudget:
         self._left_s = IDLE_TARGETS * self._target_s
 
     def forbid(self) -> None:
-        """The turn makes no copy that takes time."""
-        self._left_s = 0.0
+        """The turn makes no copy that takes time, and the next ones begin to save up anew."""
+        self._saved_s = self._left_s = 0.0
 
     @property
     def has_time(self) -> bool:
@@ -147,6 +147,11 @@ class KVAllocator:
         self.prefix_source.least_gain = max(MIN_GAIN, num_tokens)
 
     # ------------------------------------------------------------ questions
+
+    @property
+    def has_to_trim(self) -> bool:
+        """Whether `trim` would do something now: streams are only stored, where there is time."""
+        return self.is_trim_due and (not self.limits.has_streams or self.moves.has_time)
 
     def fits(self, sequence: Sequence, placement: SlotPlacement, num_cells: int) -> bool:
         """Whether it fits within so many cells beside the running ones, each with cells to grow.

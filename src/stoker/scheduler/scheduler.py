@@ -235,18 +235,16 @@ class Scheduler:
         running, throttle, allocator = self.slots.running, self.throttle, self.allocator
         if not running or self.queue or self._has_raised or self._favoured is not None:
             return False
-        if allocator.is_trim_due or allocator.late_ops or throttle.holds_any or throttle.keeps_nothing:
+        if self.limits.is_on_device:
+            allocator.moves.begin(now)
+        if allocator.has_to_trim or allocator.late_ops or throttle.holds_any or throttle.keeps_nothing:
             return False
         if not self.limits.has_streams and self.cells.free < self._next_step_cells():
             return False
         for sequence in running:
             if sequence.priority is not Priority.INTERACTIVE:
                 return False
-        if in_flight is not None and not self._is_of_all(in_flight):
-            return False
-        if self.limits.is_on_device:
-            allocator.moves.begin(now)
-        return True
+        return in_flight is None or self._is_of_all(in_flight)
 
     def _is_of_all(self, plan: StepPlan) -> bool:
         """Whether a step in flight has the row of each sequence that runs, and there is room for the next."""

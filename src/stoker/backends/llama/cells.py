@@ -289,13 +289,16 @@ class Streams(Pool):
         handle: the context; it knows one sequence more than `num_sequences`.
         num_sequences: how many it has without that.
         n_ubatch: tokens that it computes at once.
+        cell_bytes: keys and values of one cell, over all layers.
         pads: prompts of a step are brought to equal lengths, where a pass more costs much.
 
     Attributes:
         fills: whether rows of which only candidates are wanted are filled up.
     """
 
-    def __init__(self, handle: int, num_sequences: int, n_ubatch: int, *, pads: bool) -> None:
+    def __init__(
+        self, handle: int, num_sequences: int, n_ubatch: int, cell_bytes: int, *, pads: bool
+    ) -> None:
         super().__init__(handle, num_sequences)
         self._pads, self._n_ubatch = pads, n_ubatch
         self._padded: set[int] = set()  # sequences with tokens to forget once the step is computed
@@ -308,7 +311,7 @@ class Streams(Pool):
         self._num_streams = num_sequences + 1
         self._to_copy: set[int] = set()  # streams of copies that were not made yet
         self._token = TokenBatch(1)
-        self._byte_s = _BYTE_S
+        self._token_s = _BYTE_S * cell_bytes
 
     def __repr__(self) -> str:
         return f"<Streams {self.map!r}>"
@@ -326,8 +329,10 @@ class Streams(Pool):
         """
         if self._shape_of(plan) is not None:
             return range(len(plan.items))
-        self.prepare(plan)  # those that begin together get streams together
-        for copy in self.map.close_gaps({item.seq: len(item.tokens) for item in plan.items}):
+        copies = self.map.begin([item.seq for item in plan.items])
+        self.prepare(plan)  # those that begin with no place together get streams all the same
+        copies += self.map.close_gaps({item.seq: len(item.tokens) for item in plan.items})
+        for copy in copies:
             self._copy(copy.src, copy.dst)
             self._remove(copy.src, copy.src, 0)
         return self.prepare(plan)
@@ -448,10 +453,9 @@ class Streams(Pool):
                 self.map.forget(seq)
 
     def export_s(self, seq: int, length: int) -> float:
-        """By its size: a stream is one copy a layer."""
-        del length
-        size = llama.llama_state_seq_get_size(self._handle, self.map.stream(seq))
-        return float(self._byte_s * size)
+        """By its size, as it was of the state read last: the library looks through every cell to tell it."""
+        del seq
+        return self._token_s * length
 
     def read_state(self, seq: int, num_before: int) -> Bytes:
         """The bytes that llama.cpp would give of one pool: without the counts of the other streams."""
@@ -460,7 +464,8 @@ class Streams(Pool):
         begun_s = time.perf_counter()
         data = self._read(native, seq, num_before)
         if len(data) >= _MEASURED_BYTES:
-            self._byte_s += _FOLLOW * ((time.perf_counter() - begun_s) / len(data) - self._byte_s)
+            took_s = (time.perf_counter() - begun_s) / (_last_position(self._memory, native) + 1)
+            self._token_s += _FOLLOW * (took_s - self._token_s)
         num_skipped = native * _COUNT_BYTES
         num_behind = (self._num_streams - 1 - native) * _COUNT_BYTES
         head = _STREAM_HEAD.unpack_from(data.data, num_before)

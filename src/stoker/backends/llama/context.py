@@ -146,7 +146,9 @@ class LlamaContext:
     def _open_cells(self, options: ContextOptions) -> Pool:
         assert self.handle is not None, "a context without a handle"
         if options.has_streams:
-            return Streams(self.handle, options.num_sequences, self.n_ubatch, pads=options.is_off_host)
+            cell_bytes = self.memory()["kv"] // (self.capacity * (options.num_sequences + 1))
+            pads = options.is_off_host
+            return Streams(self.handle, options.num_sequences, self.n_ubatch, cell_bytes, pads=pads)
         if options.keeps_order:
             cell_bytes = -(-self.memory()["kv"] // self.num_cells)
             return OrderedPool(self.handle, options.num_sequences, self.num_cells, cell_bytes)

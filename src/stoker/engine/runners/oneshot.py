@@ -139,8 +139,8 @@ class OneShotRunner:
         return False
 
     @property
-    def is_beginning(self) -> bool:
-        """Never: texts of a call are gathered as it is."""
+    def gathers(self) -> bool:
+        """Never: texts of a call are together as it is."""
         return False
 
     @property

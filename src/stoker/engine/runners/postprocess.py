@@ -263,6 +263,11 @@ class Postprocess:
             if not is_guessed:
                 return
 
+    @property
+    def has_first(self) -> bool:
+        """Whether a request's first token is among those that were drawn and not delivered."""
+        return any([job.first_token_s is None for job, _ in self._undelivered])
+
     def deliver(self) -> None:
         """Make events of the tokens that were only drawn; the step after may be in flight."""
         if not self._undelivered:

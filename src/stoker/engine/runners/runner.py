@@ -84,8 +84,8 @@ class ModelRunner(Protocol):
         ...
 
     @property
-    def is_beginning(self) -> bool:
-        """Whether its next step would only begin prompts, on a device that computes several as one."""
+    def gathers(self) -> bool:
+        """Whether it has prompts to begin, on a device that computes several in the time of one."""
         ...
 
     @property

@@ -140,11 +140,10 @@ class SlotRunner:
         return self.scheduler.allocator.has_unstored
 
     @property
-    def is_beginning(self) -> bool:
-        """Whether nothing runs in streams, whose first step of several prompts takes as long as of one."""
+    def gathers(self) -> bool:
+        """Whether requests wait that may begin in streams, where a step of several takes as long as of one."""
         scheduler = self.scheduler
-        is_idle = not (self._steps.is_in_flight or scheduler.slots.running)
-        return is_idle and scheduler.limits.is_on_device and scheduler.limits.has_streams
+        return scheduler.limits.has_streams and scheduler.limits.is_on_device and bool(scheduler.queue)
 
     @property
     def is_cold(self) -> bool:
@@ -265,6 +264,7 @@ class SlotRunner:
         if self._has_gone_on:
             return
         self._steps.finish(now)
+        self._steps.deliver_first()
         is_steady = self.scheduler.is_steady(now)
         if not is_steady:
             self._carry_out(self.scheduler.schedule(now), now)

@@ -325,6 +325,11 @@ class StepRunner:
             self._scheduler.note_steps()
         self._postprocess.deliver()
 
+    def deliver_first(self) -> None:
+        """Deliver before the next launch where a first token waits: another step is prepared as long as it takes."""
+        if self._postprocess.has_first:
+            self._postprocess.deliver()
+
     def settle(self, now: float) -> None:
         """Bring the step in flight to its end: nothing is launched and nothing undelivered afterwards."""
         self.finish(now)
