@@ -88,3 +88,13 @@ async def test_a_program_says_where_a_model_is_loaded(tmp_path: Path) -> None:
         with pytest.raises(InvalidRequestError, match="there are 0 asked-a"):
             await runtime.load_model("m", device="CUDA0")
         assert runtime.models[0].label == "fake · asked-a + asked-b"
+
+
+async def test_a_program_that_loads_otherwise_what_fills_a_card_gets_it_there(tmp_path: Path) -> None:
+    """SPEC L5, R11: whoever asked waits until it is in again, and is not told that it went for that."""
+    folders = {"cache_dir": tmp_path / "cache", "run_dir": tmp_path / "run"}
+    model = "fake:id=m,weights_mib=300,device=refilled,device_mib=500"
+    async with Runtime(model, isolation="thread", device_lease=False, memory_margin=0, **folders) as runtime:
+        for slots in (2, 3):
+            found = await runtime.load_model("m", slots=slots)
+            assert (found.num_slots, found.label, found.degraded) == (slots, "fake · refilled", [])

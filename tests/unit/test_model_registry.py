@@ -301,10 +301,10 @@ def test_moves_that_the_table_does_not_have_are_bugs(caplog: pytest.LogCaptureFi
     """SPEC L1: of our own they raise, with the story; the engine's word is taken, and told."""
     registry = registry_of("a")
     due(registry)
-    tell(registry, "a", "unloading")
-    assert "the engine has a unloading, which was absent; story: loading; absent" in caplog.text
-    assert registry.stats() == {"a": "unloading"}
-    with pytest.raises(AssertionError, match=r"a is unloading and cannot become loading; story: .*unloading"):
+    tell(registry, "a", "ready")
+    assert "the engine has a ready, which was absent; story: loading; absent" in caplog.text
+    assert registry.stats() == {"a": "ready"}
+    with pytest.raises(AssertionError, match=r"a is ready and cannot become loading; story: .*ready"):
         registry._begin_load(registry._entries["a"])
 
 

@@ -1,5 +1,6 @@
 """Models on accelerators, seen from outside: a loop on a machine with fake cards."""
 
+import msgspec
 import pytest
 
 from memory_stand_in import MIB
@@ -88,6 +89,27 @@ def test_a_device_that_is_not_there_is_refused_with_those_that_are(make):
     machine.load(machine.know("a", ONE.format("known", 200), placement=PlacementSpec(device=("CUDA9",))))
     error = refusal(machine, "a")
     assert (error.code, error.param, error.details) == ("invalid_request", "device", {"devices": ["known-1"]})
+
+
+def test_a_model_that_fills_its_card_is_loaded_otherwise_there_and_not_beside_itself(make):
+    """SPEC L5, R11: without requests it goes first; with some it stays as it is, and they keep the card."""
+    machine = make(device_lease=False)
+    machine.have("a", order=ONE.format("filled", 500), n_ctx=512)
+    spec = machine.residency._catalogue.get("a").spec
+    machine.submit("r", "a", max_tokens=40)
+    machine.until_tokens("r", 5)
+    machine.load(msgspec.structs.replace(spec, num_slots=2))
+    machine.until(lambda: [event for event in machine.of(ModelState) if event.error])
+    (error,) = [event.error for event in machine.of(ModelState) if event.error]
+    assert (error.code, error.details) == ("model_in_use", {"num_requests": 1})
+    assert "1 request runs on a" in error.message
+    machine.run("r")
+    assert machine.info("a").num_slots == spec.num_slots
+    machine.load(msgspec.structs.replace(spec, num_slots=2))
+    machine.until(lambda: machine.info("a").num_slots == 2)
+    assert machine.state("a") == "ready"
+    assert machine.info("a").degraded == []
+    assert held(machine, "a") == {"filled-1": 300}
 
 
 def test_layers_that_no_device_is_there_for_are_told(make):

@@ -70,10 +70,11 @@ MODEL_MOVES = {
 CLIENT_MODEL_MOVES = MODEL_MOVES | {
     _L.ABSENT: MODEL_MOVES[_L.ABSENT] | {_L.SUSPENDED},
     _L.READY: MODEL_MOVES[_L.READY] | {_L.ABSENT},
-    _L.UNLOADING: MODEL_MOVES[_L.UNLOADING] | {_L.SUSPENDED},
+    _L.UNLOADING: MODEL_MOVES[_L.UNLOADING] | {_L.SUSPENDED, _L.LOADING},
 }
 """With the moves that only the client sees: an engine ends with its models, or leaves before it has loaded
-what the next one is to load; an unload that takes no time is reported as `absent` alone."""
+what the next one is to load; an unload that takes no time is reported as `absent` alone, and one of a model
+that is loaded otherwise at once as `unloading` alone."""
 
 
 def is_move(before: ModelLife, after: ModelLife, table: Mapping[ModelLife, frozenset[ModelLife]]) -> bool:

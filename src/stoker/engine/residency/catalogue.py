@@ -309,6 +309,19 @@ class Placement:
             )
         return fitted, _missing(fitted, budget, free_bytes)
 
+    def stands_in_its_own_way(self, load: Load, share: MemoryShare) -> bool:
+        """Whether a model in memory would get more of what is asked now if what it holds were free."""
+        beside = self._less(load, share)
+        alone = MemoryShare(models=(*share.models, load.served))
+        return beside != () and self._less(load, alone) not in {beside, None}
+
+    def _less(self, load: Load, share: MemoryShare) -> tuple[str, ...] | None:
+        """What it would get less of; None: it cannot be had."""
+        try:
+            return self.weigh(load, share)[0].degraded
+        except (InsufficientMemoryError, ModelTooLargeError):
+            return None
+
     def _too_large(
         self, load: Load, fitted: FittedSpec, sample: Sample, budget: MemoryBudget, free_bytes: int
     ) -> ModelTooLargeError:

@@ -228,6 +228,14 @@ def conflict(spec: ModelSpec, n_ctx: int, runner: ModelRunner, contexts: Sequenc
     )
 
 
+def in_its_own_way(spec: ModelSpec, num_requests: int) -> ModelInUseError:
+    """Why a model that requests use is not loaded otherwise where there is no room for it beside itself."""
+    number = max(1, num_requests)  # there is one at least that is being tokenised
+    runs = f"{count_text(number, 'request')} {'runs' if number == 1 else 'run'} on {spec.id}"
+    text = f"{runs}, beside which there is no room for it as asked; load it so when they have ended"
+    return ModelInUseError(text, num_requests=number)
+
+
 class LoadThreads:
     """The loader's thread, and one that reads headers: a load may take its time.
 

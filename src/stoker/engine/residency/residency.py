@@ -25,7 +25,7 @@ from stoker.engine.residency.catalogue import (
     Swaps,
     model_info,
 )
-from stoker.engine.residency.load import Load, conflict
+from stoker.engine.residency.load import Load, conflict, in_its_own_way
 from stoker.engine.residency.streamed import streaming_status
 from stoker.engine.runners.oneshot import OneShotRunner
 from stoker.engine.runners.slots import SlotRunner
@@ -302,8 +302,7 @@ class Residency:
             return False
         if served.life is ModelLife.READY:
             return served.is_asked
-        is_out = served.life is ModelLife.ABSENT or served.life is ModelLife.FAILED
-        return is_out and self._is_wanted(served)
+        return served.life in {ModelLife.ABSENT, ModelLife.FAILED} and self._is_wanted(served)
 
     def _urgency(self, served: ServedModel) -> tuple[bool, float]:
         """Interactive before background, then by the time of waiting."""
@@ -367,6 +366,9 @@ class Residency:
         if load.is_reload and (error := self._conflict(load.wanted, load.spec.most_tokens)):
             self._refuse(load.served, error, now)
             return
+        if load.is_reload and self._placement.stands_in_its_own_way(load, share):
+            self._go_before_itself(load.served, now)
+            return
         try:
             fitted, missing = self._placement.weigh(load, share)
         except StokerError as error:
@@ -387,6 +389,15 @@ class Residency:
             load.look_s = now
         elif load.served.may_evict:  # else what is stored is in use for now
             self._make_room(load, missing, others, now)
+
+    def _go_before_itself(self, served: ServedModel, now: float) -> None:
+        """Unused it goes, and is loaded anew at once; else it stays as it is (SPEC L5)."""
+        if not self._is_free(served):
+            self._refuse(served, in_its_own_way(served.spec, self._jobs.num_leases(served.spec.id)), now)
+            return
+        served.move(ModelLife.UNLOADING, "is loaded otherwise")
+        self._tell(served)  # and not that it is out: who asked for it waits on
+        self._leave(served, served.reason, now)
 
     def _make_room(self, load: Load, missing: Missing, others: list[ServedModel], now: float) -> None:
         """Have a model go that holds some of what is missing: an idle one at once, else a busy one."""
@@ -412,8 +423,7 @@ class Residency:
 
     def _disturbable(self, busy: list[ServedModel], load: Load, now: float) -> list[ServedModel]:
         """Those that may have to go for it: background lets interactive requests be (SPEC Q3, Q7)."""
-        is_interactive = not self._urgency(load.served)[0]
-        if is_interactive or now - load.begun_s >= load.spec.background_patience_s:
+        if not self._urgency(load.served)[0] or now - load.begun_s >= load.spec.background_patience_s:
             return busy
         return [s for s in busy if not ((r := self._runners.find(s.spec.id)) and r.has_people)]
 
@@ -433,8 +443,7 @@ class Residency:
             return
         if load.is_reload:
             self._free(served, "replaced", now)
-        self._load, served.is_asked, served.may_evict = None, False, True
-        served.is_suspect = False
+        self._load, served.is_asked, served.may_evict, served.is_suspect = None, False, True, False
         runner = self._runner_of(load, fitted, backend)
         self._runners.add(runner)
         if not load.is_reload:
@@ -531,13 +540,16 @@ class Residency:
         return sum(served.size_bytes for served in going)
 
     def _unload(self, served: ServedModel, why: str, now: float) -> None:
+        self._leave(served, why, now)
+        self._tell(served)
+
+    def _leave(self, served: ServedModel, why: str, now: float) -> None:
         if self._load is not None and self._load.served is served:
             self._end_load(self._load, why)  # a reload; where it is asked for, it begins anew
         if served.life is ModelLife.READY:
             served.move(ModelLife.UNLOADING, why)
         self._free(served, why, now)
         served.move(ModelLife.ABSENT, why)
-        self._tell(served)
 
     def _free(self, served: ServedModel, why: str, now: float) -> None:
         """Give its memory back (SPEC R10); what ran on it is pending again."""
