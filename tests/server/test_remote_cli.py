@@ -109,6 +109,7 @@ def busy_engine():
             footprint=600_000_000,
             available=3_000_000_000,
             pressure="warning",
+            pressure_source="CUDA0",
             heat="fair",
         ),
     )
@@ -128,7 +129,7 @@ def test_ps_shows_models_requests_and_memory(call, scripted):
     assert rows["chatcmpl-1"] == "chatcmpl-1 stand-in interactive 70 decode"
     assert rows["cmpl-2"] == "cmpl-2 stand-in background 0 waits, next in line, about 2 min"
     assert rows["cmpl-3"] == "cmpl-3 stand-in background 0 parked"
-    assert "572 MiB of 3.7 GiB used, 2.8 GiB available, pressure warning, heat fair" in done.stdout
+    assert "572 MiB of 3.7 GiB used, 2.8 GiB available, pressure warning (CUDA0), heat fair" in done.stdout
 
 
 def test_ps_shows_the_memory_of_each_accelerator(call, scripted):

@@ -14,15 +14,17 @@ LONG = {"prompt": "a long story " * 10, "max_tokens": 500}
 # ---------------------------------------------------------------- the ladder
 
 
-def test_rungs_are_taken_in_order_and_undone_in_the_opposite_one(make, clock):
+def test_rungs_are_taken_in_order_and_undone_in_the_opposite_one(make, clock, caplog):
     """SPEC M4: one a sample, all of them told."""
     machine = make()
     machine.have("a", order=ORDER)
     machine.climb(clock, Rung.PARK_INTERACTIVE)
     assert machine.rungs() == list(LADDER)
-    levels = [e.level for e in machine.of(PressureMoved)]
-    assert levels == ["critical"]
+    (moved,) = machine.of(PressureMoved)
+    assert moved.level == "critical"
+    assert f"memory ladder: trim_allocator, as {moved.source} is at" in caplog.text
     machine.calm(clock)
+    assert "memory ladder: undone: trim_allocator\n" in caplog.text
     assert machine.rungs() == [*LADDER, *(f"-{rung}" for rung in reversed(LADDER))]
     assert [e.level for e in machine.of(PressureMoved)] == ["critical", "normal"]
     memory = machine.status().memory

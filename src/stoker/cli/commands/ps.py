@@ -129,7 +129,9 @@ def _summary(status: dict[str, Any]) -> list[tuple[str, str]]:
     engine, memory = status["engine"], status["memory"]
     label = f", {engine['label']}" if engine["label"] else ""
     used = f"{size_text(memory['footprint'])} of {size_text(memory['limit'])}"
-    pressure = f", pressure {memory['pressure']}" if memory["pressure"] else ""
+    source = memory.get("pressure_source", "") if memory["pressure"] != "normal" else ""
+    why = f" ({source})" if source else ""
+    pressure = f", pressure {memory['pressure']}{why}" if memory["pressure"] else ""
     counts = f"{count_text(engine['threads'], 'thread')}, {count_text(engine['restarts'], 'restart')}"
     available = size_text(memory["available"])
     devices = [(each["id"], _device(each)) for each in engine.get("devices", ()) if each["total"]]

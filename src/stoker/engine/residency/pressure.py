@@ -16,7 +16,7 @@ from stoker.errors import TooHotError
 from stoker.ipc.events import HeatMoved, PressureMoved, RungTaken
 from stoker.ipc.status import DeviceStatus, MemoryStatus
 from stoker.machine import malloc
-from stoker.machine.ladder import LADDER, Ladder, Rung
+from stoker.machine.ladder import LADDER, Ladder, Move, Rung
 from stoker.machine.pressure import (
     CRITICAL_FROM,
     PSI_CRITICAL,
@@ -96,13 +96,19 @@ class PressureHandler:
         move = self._ladder.decide(self._reading.level if self._reading else Pressure.NORMAL, now)
         if move is not None:
             freed_bytes = self._undo(move.rung) if move.is_undone else self._take(move.rung, now)
-            log.warning("memory ladder: %s%s", "undone: " if move.is_undone else "", move.rung)
+            log.warning("memory ladder: %s", self._move_text(move))
             rung = RungTaken(rung=move.rung, is_undone=move.is_undone, freed_bytes=freed_bytes)
             self._events.append(rung)
             self._runners.hold_back(self._throttle())
         else:
             self._repeat(now)
         return move is not None and not move.is_undone
+
+    def _move_text(self, move: Move) -> str:
+        """The rung, and for one that is taken what is short."""
+        if move.is_undone or self._reading is None:
+            return f"undone: {move.rung}" if move.is_undone else move.rung
+        return f"{move.rung}, as {self._reading.source} is at {self._reading.fraction:.0%}"
 
     @property
     def _is_short(self) -> bool:
