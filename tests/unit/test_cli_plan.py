@@ -279,6 +279,15 @@ def test_a_plan_tells_of_layers_that_there_is_no_device_for(model: Path, machine
     assert (code, "-> on the CPU: there is no device for its layers" in output) == (0, True)
 
 
+def test_a_key_of_a_file_is_told_by_its_own_name_and_a_flag_by_its_own(model: Path, tmp_path: Path) -> None:
+    """T2: a key of a file is no flag, though the command has one of that name."""
+    config = tmp_path / "stoker.toml"
+    config.write_text('gpu_layers = "most"\n', encoding="utf-8")
+    wrong = "'most' is neither a whole number nor auto or all\n"
+    assert run(model, "--config", config) == (2, f"stoker: gpu_layers in {config}: {wrong}")
+    assert run(model, "--gpu-layers", "most") == (2, f"stoker: --gpu-layers: {wrong}")
+
+
 def test_more_layers_than_a_model_has_are_all_of_them(model: Path, machine: Any, cards: Any) -> None:
     """SPEC R11: the 99 that other programs are given; what is told is what there is."""
     machine(6 * 2**30, 8 * 2**30)

@@ -135,8 +135,13 @@ def _write_examples(examples: str | None, formatter: Any) -> None:
 
 
 def _name_as_written(error: StokerError, parameter: Any, written: str) -> None:
-    """Put an option's written name where the message begins with its longest one or with the field."""
+    """Put an option's written name where the message begins with its longest one or with the field.
+
+    A key of a file, "slots in stoker.toml", stays what it is.
+    """
     name, text = parameter.name or "", error.message
+    if error.param == name and text.startswith(f"{name} in "):
+        return
     if error.param == name and text.startswith(name):
         text = f"{written}{text.removeprefix(name)}"
     elif parameter.param_type_name == "option":
