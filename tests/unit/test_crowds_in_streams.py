@@ -13,7 +13,7 @@ from stoker.kv.allocator import KVAllocator
 from stoker.kv.cells import CellPool
 from stoker.kv.ops import Fork
 from stoker.kv.slots import SlotTable
-from stoker.scheduler import queue
+from stoker.scheduler import device_budget, queue
 
 N_UBATCH, N_BATCH, CAPACITY = 512, 8192, 4096
 PASS_S, SAME_S, LAUNCH_S = 0.006, 0.002, 0.001
@@ -170,6 +170,27 @@ def test_who_reads_waits_for_steps_of_newcomers_alone_and_not_for_all_of_them():
     assert not told[0]
     assert 2 <= sum(told) <= 6
     assert max(max(device.gaps_s[reader]) for reader in readers) < 0.1
+
+
+def test_a_step_of_more_prompts_than_a_target_has_time_for_goes_without_rows_too():
+    """Q22: beside rows the same prompts take several passes more, and who reads waits for all of them."""
+    device = read_before()
+    for at in range(20):
+        device.enter(f"reader{at}", 60, 200)
+    for _ in range(10):
+        device.step()
+    readers = {f"reader{at}" for at in range(20)}
+    for at in range(40):
+        device.enter(f"p{at}", 66, 4)
+    device.step()
+    first = device.steps[-1]
+    assert not readers & first.keys()
+    assert (
+        device.scheduler.cost.predict(sum(first.values()))
+        > device_budget.HELD_TARGETS * device.scheduler.limits.target_step_s
+    )
+    device.step()
+    assert readers <= device.steps[-1].keys()
 
 
 def test_a_long_prompt_beside_readers_keeps_to_the_target():

@@ -1,6 +1,5 @@
 """The engine's loop on the fake backend, driven turn by turn on this thread."""
 
-import dataclasses
 import logging
 import os
 import threading
@@ -517,7 +516,7 @@ def test_prompts_that_find_a_device_idle_wait_a_little_for_those_being_prepared(
     monkeypatch.setattr(preparations, "prepare", prepared)
     engine = Engine("fake:eog_period=0,is_async=1")
     runner = engine.loop._runners.find("m")
-    runner.scheduler.limits = dataclasses.replace(runner.scheduler.limits, has_streams=True)
+    runner.gathers = True
     plans, launch = [], runner.backend.launch
     monkeypatch.setattr(runner.backend, "launch", lambda plan: plans.append(plan) or launch(plan))
     for name in ("first", "late"):

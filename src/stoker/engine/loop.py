@@ -82,8 +82,8 @@ log = logging.getLogger(__name__)
 REST_AFTER_S = 0.2
 """How long nothing is to be computed before cells are copied or kernels warmed: one may come soon."""
 GATHER_S = 0.012
-"""How long prompts on a device wait for others that are being prepared, where these are more than run. A crowd
-comes within some milliseconds; a step with a few of its prompts takes an H100 15 ms, and all others wait."""
+"""How long prompts that find a device idle wait for others that are being prepared. A crowd comes within some
+milliseconds; a first step with one of its prompts takes an H100 15 ms, and the others wait for the next."""
 TEND_EVERY_S = 0.1
 """Between steps shorter than that, what is due by time alone waits so long."""
 RETRY_WHILE_LOADING_S = 5.0
@@ -301,9 +301,8 @@ class EngineLoop:
         return max(self._busy_s + REST_AFTER_S, self._nap_until_s)
 
     def _gathers(self, runner: ModelRunner, now: float) -> bool:
-        """Whether a step that would begin prompts waits for those that are on their way."""
-        num_coming = self._preparations.num_quick if runner.gathers else 0
-        if not num_coming or len(runner.running) > num_coming:
+        """Whether a step that would only begin prompts waits for those that are on their way."""
+        if not runner.gathers or runner.running or not self._preparations.has_quick:
             self._gathers_until_s = None
             return False
         if self._gathers_until_s is None:

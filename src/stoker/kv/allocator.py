@@ -39,6 +39,8 @@ IDLE_TARGETS = 4
 """Targets of a step that a turn may spend on copies where nobody runs or waits."""
 BUSY_SHARE = 0.03
 """Part of the time that copies may take where somebody does; nothing is saved up over an admission."""
+LEAST_SHARE = 0.02
+"""Part of a target that has to be saved up before anything is looked at: not in every turn."""
 LEAST_GAIN = 2.0
 """Times as long as its copy that computing a state's tokens has to take: it is to be put back too."""
 
@@ -78,7 +80,7 @@ class MoveBudget:
     @property
     def has_time(self) -> bool:
         """Whether a copy may be made now, as long as the last one for which there was no time."""
-        return self._left_s > 0.0 and self._left_s >= self._wanted_s
+        return self._left_s >= max(self._wanted_s, LEAST_SHARE * self._target_s)
 
     def is_worth(self, cost_s: float, num_tokens: int) -> bool:
         """Whether a copy of a state of so many tokens saves time, and there may ever be so much."""
@@ -86,6 +88,7 @@ class MoveBudget:
         saves = compute_s is None or LEAST_GAIN * cost_s <= compute_s
         if not (saves and cost_s <= IDLE_TARGETS * self._target_s):
             self.num_refused_total += 1
+            self._saved_s = 0.0  # looking takes a turn's time too
             return False
         return True
 
@@ -147,11 +150,6 @@ class KVAllocator:
         self.prefix_source.least_gain = max(MIN_GAIN, num_tokens)
 
     # ------------------------------------------------------------ questions
-
-    @property
-    def has_to_trim(self) -> bool:
-        """Whether `trim` would do something now: streams are only stored, where there is time."""
-        return self.is_trim_due and (not self.limits.has_streams or self.moves.has_time)
 
     def fits(self, sequence: Sequence, placement: SlotPlacement, num_cells: int) -> bool:
         """Whether it fits within so many cells beside the running ones, each with cells to grow.

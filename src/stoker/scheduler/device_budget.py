@@ -28,7 +28,8 @@ FINISH_TARGETS = 3.0
 """The same to bring one prompt to its end beside decode rows: its first token comes some steps sooner, and
 the other sequences wait once for about as long as those steps together."""
 HELD_TARGETS = 1.0
-"""Targets that decode rows wait for such steps: beside prompts they are a pass more, of another shape."""
+"""Targets that decode rows wait for several such steps: beside prompts they are a pass more, of another shape.
+They wait for one as long as it is: beside the same prompts they would wait for longer."""
 PROBE_TOKENS = 256
 """What a slice may carry before one of about that size was measured: what few tokens cost says nothing."""
 WHOLE_TOKENS = 256
@@ -133,7 +134,8 @@ class StreamStepBudget(DeviceStepBudget):
         if self.crowd(0, sequences) < num_tokens:
             return False
         took_s = self._cost.predict(num_tokens) if num_tokens else None
-        return took_s is not None and self._held_s + took_s <= HELD_TARGETS * self.target_s
+        targets = HELD_TARGETS if self._held_s else CROWD_TARGETS
+        return took_s is not None and self._held_s + took_s <= targets * self.target_s
 
     def rows_held(self, num_tokens: int) -> None:
         """Decode rows wait for a step of so many tokens."""

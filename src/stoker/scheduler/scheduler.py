@@ -237,8 +237,10 @@ class Scheduler:
             return False
         if self.limits.is_on_device:
             allocator.moves.begin(now)
-        if allocator.has_to_trim or allocator.late_ops or throttle.holds_any or throttle.keeps_nothing:
+        if allocator.late_ops or throttle.holds_any or throttle.keeps_nothing:
             return False
+        if allocator.is_trim_due and (allocator.moves.has_time or not self.limits.has_streams):
+            return False  # streams are only stored, and where there is time
         if not self.limits.has_streams and self.cells.free < self._next_step_cells():
             return False
         for sequence in running:

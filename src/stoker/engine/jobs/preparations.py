@@ -303,9 +303,12 @@ class Preparations:
         return job
 
     @property
-    def num_quick(self) -> int:
-        """Results that are on their way and take some hundredths of a second at most."""
-        return sum([job.lane is self._quick and job.is_open and not job.is_over for job in self._jobs])
+    def has_quick(self) -> bool:
+        """Whether results are on their way that take some hundredths of a second at most."""
+        for job in self._jobs:  # noqa: SIM110 - asked before steps, without a generator
+            if job.lane is self._quick and job.is_open and not job.is_over:
+                return True
+        return False
 
     def uses(self, owner: PrepContext) -> bool:
         """Whether a job uses that model, one that was given up included."""

@@ -86,6 +86,7 @@ class OneShotRunner:
         self.load: Load | None = None
         self.degraded: tuple[str, ...] = ()
         self.allowance_s: float | None = None
+        self.gathers = False  # texts of a call are together as it is
         self._timer = timer
         self._jobs = jobs
         self.tally = StepTally()
@@ -136,11 +137,6 @@ class OneShotRunner:
     @property
     def has_unstored(self) -> bool:
         """It keeps nothing that could be stored."""
-        return False
-
-    @property
-    def gathers(self) -> bool:
-        """Never: texts of a call are together as it is."""
         return False
 
     @property

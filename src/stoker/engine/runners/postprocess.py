@@ -266,7 +266,7 @@ class Postprocess:
     @property
     def has_first(self) -> bool:
         """Whether a request's first token is among those that were drawn and not delivered."""
-        return any([job.first_token_s is None for job, _ in self._undelivered])
+        return any(job.first_token_s is None for job, _ in self._undelivered)
 
     def deliver(self) -> None:
         """Make events of the tokens that were only drawn; the step after may be in flight."""

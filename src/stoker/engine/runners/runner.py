@@ -44,6 +44,7 @@ class ModelRunner(Protocol):
         spec: how it was loaded.
         load: how it came into memory.
         degraded: what it was given less of than was asked for.
+        gathers: a first step of several prompts takes its device as long as one of one.
         allowance_s: what a one-shot call may take beside readers of another model; None: its own target.
         prep: what preparing a request for it takes.
         tally: what its steps did since that was asked last.
@@ -52,6 +53,7 @@ class ModelRunner(Protocol):
     spec: ModelSpec
     load: Load | None
     degraded: tuple[str, ...]
+    gathers: bool
     allowance_s: float | None
     prep: PrepContext
     tally: StepTally
@@ -81,11 +83,6 @@ class ModelRunner(Protocol):
     @property
     def has_unstored(self) -> bool:
         """Whether cells of ended requests are stored nowhere else yet."""
-        ...
-
-    @property
-    def gathers(self) -> bool:
-        """Whether it has prompts to begin, on a device that computes several in the time of one."""
         ...
 
     @property

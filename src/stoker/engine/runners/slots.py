@@ -60,6 +60,7 @@ class SlotRunner:
     Attributes:
         load: how it came into memory.
         degraded: what it was given less of than was asked for.
+        gathers: see `ModelRunner`.
         allowance_s: not used: a step is bounded by the model's own policy.
         tally: what its steps did since that was asked last.
     """
@@ -77,6 +78,7 @@ class SlotRunner:
         self._num_stalls_total = 0
         limits = backend.capabilities
         self.scheduler = Scheduler(scheduler_limits(spec, backend), cache)
+        self.gathers = self.scheduler.limits.is_on_device and self.scheduler.limits.has_streams
         self.tally = self.scheduler.tally
         vision, draws = backend.extensions.vision, backend.extensions.draws
         self._image_encoder = (
@@ -138,12 +140,6 @@ class SlotRunner:
     def has_unstored(self) -> bool:
         """Whether cells of ended requests are stored nowhere else yet."""
         return self.scheduler.allocator.has_unstored
-
-    @property
-    def gathers(self) -> bool:
-        """Whether requests wait that may begin in streams, where a step of several takes as long as of one."""
-        scheduler = self.scheduler
-        return scheduler.limits.has_streams and scheduler.limits.is_on_device and bool(scheduler.queue)
 
     @property
     def is_cold(self) -> bool:
