@@ -28,8 +28,8 @@ FINISH_TARGETS = 3.0
 """The same to bring one prompt to its end beside decode rows: its first token comes some steps sooner, and
 the other sequences wait once for about as long as those steps together."""
 HELD_TARGETS = 1.0
-"""Targets that decode rows wait for several such steps: beside prompts they are a pass more, of another shape.
-They wait for one as long as it is: beside the same prompts they would wait for longer."""
+"""Targets that decode rows wait for several such steps: beside prompts they are a pass more, of another
+shape. They wait for one as long as it is: beside the same prompts they would wait for longer."""
 PROBE_TOKENS = 256
 """What a slice may carry before one of about that size was measured: what few tokens cost says nothing."""
 WHOLE_TOKENS = 256

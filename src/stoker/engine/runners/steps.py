@@ -326,7 +326,7 @@ class StepRunner:
         self._postprocess.deliver()
 
     def deliver_first(self) -> None:
-        """Deliver before the next launch where a first token waits: another step is prepared as long as it takes."""
+        """Deliver before the next launch where a first token waits: another step takes long to prepare."""
         if self._postprocess.has_first:
             self._postprocess.deliver()
 
