@@ -5,11 +5,13 @@ from __future__ import annotations
 import itertools
 from functools import partial
 
+import msgspec
 import pytest
 from test_overlapping_steps import Bench
 
 from stoker.backends.fake.backend import FakeBackend, FakeFaults
 from stoker.engine.runners.slots import SlotRunner
+from stoker.engine.runners.turns import Runners
 from stoker.engine.threads.timer import EVERYWHERE, StepTimer, Stopwatch
 from stoker.ipc.model import ModelSpec
 
@@ -73,3 +75,29 @@ def test_a_step_that_may_compute_anywhere_waits_for_all() -> None:
             timer.in_flight[device] = partial(waited.append, device)
         timer.begin(1, place)
     assert waited == [LEFT, RIGHT] * 2
+
+
+@pytest.mark.parametrize(
+    ("cards", "order"), [(("left", "right"), "lrlrlrlr"), (("left", "left"), "lrrrrrrr")]
+)
+def test_models_on_devices_of_their_own_take_turns_whatever_theirs_take(
+    cards: tuple[str, str], order: str
+) -> None:
+    """Q20: by time the one that was waited for came second twice, and its card stood still meanwhile."""
+    both = on_cards(*cards)
+    runners = Runners(both[0].timer, both[0].runner.scheduler.allocator.cache)
+    for name, one in zip("lr", both, strict=True):
+        one.runner.spec = msgspec.structs.replace(one.runner.spec, id=name)
+        runners.add(one.runner)
+        one.submit("a")
+    found = ""
+    for _ in order:
+        runner = runners.next_with_work(0.0)
+        assert runner is not None
+        found += runner.spec.id
+        runner.schedule(0.0)
+        runner.step(0.0)
+        runners.served(runner, 1.0 if runner.spec.id == "l" else 0.1)
+    assert found == order
+    for one in both:
+        one.finish()

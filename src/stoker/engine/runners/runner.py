@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from stoker.engine.jobs.job import Job, JobQueue
     from stoker.engine.jobs.prepare import PrepContext
     from stoker.engine.residency.load import Load
+    from stoker.engine.threads.timer import Place
     from stoker.ipc.model import ModelSpec
     from stoker.ipc.request import Priority
     from stoker.ipc.status import ModelRoom, SlotStatus
@@ -44,6 +45,7 @@ class ModelRunner(Protocol):
         spec: how it was loaded.
         load: how it came into memory.
         degraded: what it was given less of than was asked for.
+        place: devices that its steps compute on beside the loop; empty: none does.
         gathers: a first step of several prompts takes its device as long as one of one.
         allowance_s: what a one-shot call may take beside readers of another model; None: its own target.
         prep: what preparing a request for it takes.
@@ -53,6 +55,7 @@ class ModelRunner(Protocol):
     spec: ModelSpec
     load: Load | None
     degraded: tuple[str, ...]
+    place: Place
     gathers: bool
     allowance_s: float | None
     prep: PrepContext

@@ -3,6 +3,9 @@
 A model with interactive requests steps first. Among other models, one whose background has waited longer than
 its patience gets one turn in ten meanwhile (SPEC Q7). Which models there are is decided by residency.
 
+Models on devices of their own take turns: none of them keeps another from computing, and whose step was
+launched first is over first.
+
 Equals get equal time, however long their steps are: each model has a virtual time, the seconds it was
 computed for, and the one that has the least is next. A model that comes from idle begins at the least of
 those that stayed: it is served soon and has saved nothing up. Beside a model whose readers read along an
@@ -18,7 +21,7 @@ from stoker.engine.runners.runner import Contender
 from stoker.scheduler.queue import ONE_STEP_IN, Throttle
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Sequence
 
     from stoker.cache.prefix_cache import PrefixCache
     from stoker.engine.jobs.prepare import PrepContext
@@ -171,10 +174,16 @@ class Runners:
         working = [runner for runner in self._models.values() if runner.has_work]
         if not working:
             return None
-        chosen = self._choose(working, now)
+        chosen = self._first_of_all(working) if _are_apart(working) else self._choose(working, now)
         name = chosen.spec.id
         self._models[name] = self._models.pop(name)
         return chosen
+
+    @staticmethod
+    def _first_of_all(working: list[ModelRunner]) -> ModelRunner:
+        """The one whose last turn is longest ago."""
+        working[0].allowance_s = None
+        return working[0]
 
     def _only(self, runner: ModelRunner) -> ModelRunner | None:
         """The only model, if it has work."""
@@ -208,3 +217,13 @@ class Runners:
             if not is_used(runner.prep):
                 runner.close()
         self._models.clear()
+
+
+def _are_apart(runners: Iterable[ModelRunner]) -> bool:
+    """Whether each of them computes on devices of its own."""
+    taken: set[str] = set()
+    for runner in runners:
+        if not runner.place or not taken.isdisjoint(runner.place):
+            return False
+        taken |= runner.place
+    return True
