@@ -268,6 +268,29 @@ def test_what_a_copy_costs_is_found_without_changing_anything(
     context.close()
 
 
+def test_what_makes_way_for_those_that_begin_is_where_it_was(model: LlamaModel) -> None:
+    """SPEC C17: streams that only keep something are copied away before the step, and go on from there."""
+    context, pool = context_of(model), context_of(model, has_streams=False)
+    texts = {seq: [3 + seq + at for at in range(10 + seq)] for seq in range(NUM_SEQUENCES)}
+    for each in (context, pool):
+        for seq, text in texts.items():
+            feed(each, (seq, text))
+        for seq in (1, 4):
+            each.drop(seq)
+    before = dict(context._cells.natives)
+    begun = [(seq, [30 + seq] * 5) for seq in (1, 4)]
+    rows = [feed(each, *begun) for each in (context, pool)]
+    np.testing.assert_allclose(rows[0], rows[1], atol=0.05)
+    streams = context._cells.natives
+    assert abs(streams[1] - streams[4]) == 1, "two passes"
+    assert any(streams[seq] != stream for seq, stream in before.items()), "nothing had to make way"
+    for seq in range(NUM_SEQUENCES):
+        rows = [feed(each, (seq, [40, 41])) for each in (context, pool)]
+        np.testing.assert_allclose(rows[0], rows[1], atol=0.05)
+    context.close()
+    pool.close()
+
+
 def test_prompts_of_several_lengths_are_computed_as_if_they_were_as_long_as_each_other(
     model: LlamaModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
