@@ -96,14 +96,18 @@ def test_time_without_turns_saves_up_nothing() -> None:
 
 
 def test_an_idle_turn_spends_more_and_none_is_spent_where_it_is_forbidden() -> None:
-    """SPEC C16: a turn that admits spends nothing, and nor do those after it what was saved up before."""
+    """SPEC C16: a turn that admits spends nothing, and those of a target after it one copy at most."""
     budget = saved_up()
     budget.forbid()
     assert not budget.has_time
     assert not budget.take(0.001)
-    budget.begin(100.01)
-    assert not budget.take(1.1 * BUSY_SHARE * 0.01)
-    assert budget.take(0.9 * BUSY_SHARE * 0.01)
+    budget.begin(100.001)
+    assert budget.take(0.01), "all was saved up"
+    budget.begin(100.002)
+    assert not budget.has_time
+    assert not budget.take(0.001)
+    budget.begin(100.0 + 1.01 * TARGET_S)
+    assert budget.take(0.03), "what was saved up before is not lost"
     budget.begin_idle()
     assert [budget.take(TARGET_S) for _ in range(IDLE_TARGETS + 1)] == [True] * IDLE_TARGETS + [False]
 
@@ -115,6 +119,31 @@ def test_what_is_computed_as_quickly_is_not_copied() -> None:
     assert budget.is_worth(1000 * 9e-6, 1000)
     assert not budget.is_worth(IDLE_TARGETS * TARGET_S * 1.01, 10**9)
     assert budget.num_refused_total == 2
+
+
+def test_copies_are_made_though_somebody_is_admitted_all_the_time() -> None:
+    """SPEC C16, C6: what was saved up is spent between two admissions, or where no more can be saved."""
+    for every_s in (0.02, 0.1, 0.4):
+        budget, num_made = MoveBudget(TARGET_S), 0
+        for turn in range(4000):
+            budget.begin(turn * 0.005)
+            if turn % int(every_s / 0.005) == 0:
+                budget.forbid()
+            num_made += budget.has_time and budget.take(0.008)
+        assert num_made * 0.008 == pytest.approx(BUSY_SHARE * 4000 * 0.005, rel=0.2)
+
+
+def test_a_copy_that_no_busy_turn_has_time_for_is_asked_for_seldom() -> None:
+    """SPEC C16: it is made when nobody runs."""
+    budget, num_asked = MoveBudget(TARGET_S), 0
+    for turn in range(2000):
+        budget.begin(turn * 0.005)
+        if budget.has_time:
+            num_asked += 1
+            assert not budget.take(1.2 * TARGET_S)
+    assert num_asked < 300
+    budget.begin_idle()
+    assert budget.take(1.2 * TARGET_S)
 
 
 def test_nothing_is_tried_until_there_is_time_for_what_was_refused() -> None:

@@ -101,3 +101,52 @@ def test_models_on_devices_of_their_own_take_turns_whatever_theirs_take(
     assert found == order
     for one in both:
         one.finish()
+
+
+def test_who_had_the_machine_alone_for_long_shares_it_then() -> None:
+    """SPEC Q13, Q20: one that came to a card had every turn for as long as the other had had it alone."""
+    both = on_cards("left", "left")
+    runners = Runners(both[0].timer, both[0].runner.scheduler.allocator.cache)
+    for name, one in zip("lr", both, strict=True):
+        one.runner.spec = msgspec.structs.replace(one.runner.spec, id=name)
+        runners.add(one.runner)
+    found = ""
+    for turn in range(80):
+        if turn in {0, 40}:
+            both[turn // 40].submit("a", max_tokens=200)
+        runner = runners.next_with_work(0.0)
+        assert runner is not None
+        found += runner.spec.id
+        runner.schedule(0.0)
+        runner.step(0.0)
+        runners.served(runner, 1.0)
+    assert found[:40] == "l" * 40
+    assert 18 <= found[40:].count("l") <= 22
+    for one in both:
+        one.finish()
+
+
+def test_short_steps_of_one_device_do_not_wait_for_the_long_ones_of_another() -> None:
+    """SPEC Q20: the next turn is that of the step which is over first."""
+    both = on_cards("left", "right")
+    runners = Runners(both[0].timer, both[0].runner.scheduler.allocator.cache)
+    now = 0.0
+    for name, one, step_s in zip("lr", both, (0.005, 0.1), strict=True):
+        one.timer.now = lambda: now
+        one.runner.spec = msgspec.structs.replace(one.runner.spec, id=name)
+        one.runner.scheduler.cost.predict = lambda _, step_s=step_s: step_s
+        runners.add(one.runner)
+        one.submit("a")
+    found = ""
+    for _ in range(44):
+        runner = runners.next_with_work(now)
+        assert runner is not None
+        found += runner.spec.id
+        now = max(now, runner.flight.due_s)
+        runner.schedule(now)
+        runner.step(now)
+    between = [len(part) for part in found.split("r")[1:-1]]
+    assert len(between) == 2
+    assert min(between) >= 18
+    for one in both:
+        one.finish()

@@ -129,14 +129,15 @@ class StreamMap:
     Args:
         num_sequences: how many there may be.
         n_ubatch: tokens of a pass.
+        copies_each: streams that are copied for each sequence that begins, at most.
 
     Attributes:
         streams: that of each sequence which has one; read only.
         num_changes: how often a stream has changed hands.
     """
 
-    def __init__(self, num_sequences: int, n_ubatch: int) -> None:
-        self._n_ubatch = n_ubatch
+    def __init__(self, num_sequences: int, n_ubatch: int, copies_each: int = COPIES_A_NEWCOMER) -> None:
+        self._n_ubatch, self._copies_each = n_ubatch, copies_each
         self.streams: dict[int, int] = {}
         self.num_changes = 0
         self._free = set(range(num_sequences + 1))
@@ -162,7 +163,7 @@ class StreamMap:
         self.streams[seq] = stream
         self._changed()
 
-    def _begin(self, seqs: Sequence[int]) -> None:
+    def _take_adjacent(self, seqs: Sequence[int]) -> None:
         """Give sequences that have no stream consecutive ones, if there are so many free."""
         starts = [
             start for start in self._free if all(start + place in self._free for place in range(1, len(seqs)))
@@ -205,7 +206,7 @@ class StreamMap:
             return places
         newcomers = [seq for seq in asked if seq not in self.streams]
         if len(newcomers) > 1:
-            self._begin(newcomers)
+            self._take_adjacent(newcomers)
         streams = [self.stream(seq) for seq in asked]
         if all(map(lt, streams, streams[1:])):
             self._in_order = asked
@@ -223,7 +224,7 @@ class StreamMap:
             return []
         running = frozenset(self.streams[seq] for seq in seqs if seq in self.streams)
         window, copies = self._gathered(running, len(newcomers))
-        if len(copies) > min(MOST_COPIES, COPIES_A_NEWCOMER * len(newcomers)):
+        if len(copies) > min(MOST_COPIES, self._copies_each * len(newcomers)):
             return []
         for copy in copies:
             self._moved(copy)

@@ -302,7 +302,8 @@ class EngineLoop:
 
     def _gathers(self, runner: ModelRunner, now: float) -> bool:
         """Whether a step that would only begin prompts waits for those that are on their way."""
-        if not runner.gathers or runner.running or not self._preparations.has_quick:
+        is_beginning = runner.gathers and not runner.running and self._preparations.has_quick(runner.prep)
+        if not is_beginning or any(each.has_work for each in self._runners if each is not runner):
             self._gathers_until_s = None
             return False
         if self._gathers_until_s is None:

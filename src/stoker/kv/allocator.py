@@ -38,9 +38,10 @@ STORABLE_CELLS = 256
 IDLE_TARGETS = 4
 """Targets of a step that a turn may spend on copies where nobody runs or waits."""
 BUSY_SHARE = 0.03
-"""Part of the time that copies may take where somebody does; nothing is saved up over an admission."""
+"""Part of the time that copies may take where somebody does."""
 LEAST_SHARE = 0.02
-"""Part of a target that has to be saved up before anything is looked at: not in every turn."""
+"""Part of a target that has to be saved up before anything is looked at, and that it costs where nothing will
+come of it: such turns take longer too."""
 LEAST_GAIN = 2.0
 """Times as long as its copy that computing a state's tokens has to take: it is to be put back too."""
 
@@ -57,7 +58,7 @@ class MoveBudget:
         self._target_s = target_s
         self._compute_s = compute_s
         self._saved_s = self._left_s = self._wanted_s = 0.0
-        self._at_s = math.inf
+        self._at_s, self._forbidden_s = math.inf, -math.inf
         self.num_refused_total = 0
 
     def __repr__(self) -> str:
@@ -67,15 +68,16 @@ class MoveBudget:
         """A turn begins that may spend what was saved up since the last copies, while there were turns."""
         passed_s = min(max(0.0, now - self._at_s), self._target_s)  # a crowd that comes at last does not wait
         self._saved_s = min(self._target_s, self._saved_s + BUSY_SHARE * passed_s)
-        self._left_s, self._at_s = self._saved_s, now
+        has_begun = now - self._forbidden_s < self._target_s and self._saved_s < self._target_s
+        self._left_s, self._at_s = 0.0 if has_begun else self._saved_s, now
 
     def begin_idle(self) -> None:
         """A turn begins that only an arrival would wait for."""
         self._left_s = IDLE_TARGETS * self._target_s
 
     def forbid(self) -> None:
-        """The turn makes no copy that takes time, and the next ones begin to save up anew."""
-        self._saved_s = self._left_s = 0.0
+        """The turn makes no copy that takes time; nor do those of a target after it, but of full savings."""
+        self._left_s, self._forbidden_s = 0.0, self._at_s
 
     @property
     def has_time(self) -> bool:
@@ -87,16 +89,20 @@ class MoveBudget:
         compute_s = self._compute_s(num_tokens)
         saves = compute_s is None or LEAST_GAIN * cost_s <= compute_s
         if not (saves and cost_s <= IDLE_TARGETS * self._target_s):
-            self.num_refused_total += 1
-            self._saved_s = 0.0  # looking takes a turn's time too
+            self._refused(LEAST_SHARE)
             return False
         return True
+
+    def _refused(self, share: float) -> None:
+        price_s = share * self._target_s
+        self._saved_s, self._left_s = max(0.0, self._saved_s - price_s), max(0.0, self._left_s - price_s)
+        self.num_refused_total += 1
 
     def take(self, cost_s: float) -> bool:
         """Whether there is time for a copy now, which is spent then."""
         if cost_s > self._left_s:
-            self._wanted_s = cost_s
-            self.num_refused_total += 1
+            self._wanted_s = min(cost_s, self._target_s)
+            self._refused(LEAST_SHARE if cost_s > self._target_s else 0.0)  # made when nobody runs
             return False
         self._left_s -= cost_s
         self._saved_s = max(0.0, self._saved_s - cost_s)

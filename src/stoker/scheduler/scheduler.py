@@ -33,6 +33,8 @@ on an H100, 1.3 to 5 ms for up to 1,024 tokens."""
 NO_SLOT, NO_CELLS = Hindrance("no free slot"), Hindrance("no free cells")
 TELL_QUEUE_EVERY_S = 0.25
 """How often it is noted why those wait that stand behind others; of many that is some work."""
+MOST_GUESSES = 31
+"""Cells that a step after one that is not counted may take beside those of its rows."""
 MOST_UNNOTED = 16
 """Steps that are counted together in what estimates are made from."""
 
@@ -251,7 +253,7 @@ class Scheduler:
     def _is_of_all(self, plan: StepPlan) -> bool:
         """Whether a step in flight has the row of each sequence that runs, and there is room for the next."""
         num_running = len(self.slots.running)
-        has_room = self.limits.has_streams or self.cells.free >= 2 * num_running
+        has_room = self.limits.has_streams or self.cells.free >= 2 * num_running + MOST_GUESSES
         if not (has_room and num_running == len(plan.parts)):
             return False
         for part in plan.parts:  # noqa: SIM110 - asked each step, without a generator

@@ -302,11 +302,10 @@ class Preparations:
         job.submit(work)
         return job
 
-    @property
-    def has_quick(self) -> bool:
-        """Whether results are on their way that take some hundredths of a second at most."""
-        for job in self._jobs:  # noqa: SIM110 - asked before steps, without a generator
-            if job.lane is self._quick and job.is_open and not job.is_over:
+    def has_quick(self, owner: PrepContext) -> bool:
+        """Whether results of that model are on their way that take some hundredths of a second at most."""
+        for job in self._jobs:
+            if job.owner is owner and job.lane is self._quick and job.is_open and not job.is_over:
                 return True
         return False
 

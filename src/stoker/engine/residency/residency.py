@@ -366,7 +366,7 @@ class Residency:
         if load.is_reload and (error := self._conflict(load.wanted, load.spec.most_tokens)):
             self._refuse(load.served, error, now)
             return
-        if load.is_reload and self._placement.stands_in_its_own_way(load, share):
+        if load.is_reload and not self._departed and self._placement.stands_in_its_own_way(load, share):
             self._go_before_itself(load.served, now)
             return
         try:

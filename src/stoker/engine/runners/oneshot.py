@@ -17,8 +17,7 @@ from stoker.backends.protocol.scoring import LEAST_SLICE, ScoringLane
 from stoker.engine.jobs.candidates import ScoringPass
 from stoker.engine.jobs.prepare import PrepContext
 from stoker.engine.runners.queue import OneShotQueue, shared_text
-from stoker.engine.runners.runner import Contender
-from stoker.engine.threads.timer import EVERYWHERE
+from stoker.engine.runners.runner import Contender, Flight
 from stoker.errors import (
     ContextLengthError,
     InvalidRequestError,
@@ -87,7 +86,7 @@ class OneShotRunner:
         self.load: Load | None = None
         self.degraded: tuple[str, ...] = ()
         self.allowance_s: float | None = None
-        self.place = EVERYWHERE
+        self.flight = Flight()
         self.gathers = False  # texts of a call are together as it is
         self._timer = timer
         self._jobs = jobs

@@ -97,6 +97,7 @@ class Postprocess:
     def draw(self, plan: StepPlan, in_flight: InFlight) -> None:
         """Take what the step computed to the requests it was computed for."""
         candidates, rows, now = in_flight.candidates(), in_flight.rows(), self._timer.now()
+        self._writers = None  # some may end here
         drawn: dict[int, int | StokerError] = {}
         if len(candidates):
             drawn = self._draw_from(plan, candidates, draw_together, takes_candidates=True)

@@ -38,6 +38,19 @@ class Contender:
     has_readers: bool = False
 
 
+@dataclass(slots=True)
+class Flight:
+    """The step of a model that devices compute beside the loop.
+
+    Attributes:
+        place: the devices; empty: steps are computed in the loop, or partly by the CPU, which all share.
+        due_s: when it is probably over, by the engine's clock; 0: none is under way.
+    """
+
+    place: Place = frozenset()
+    due_s: float = 0.0
+
+
 class ModelRunner(Protocol):
     """A model in memory. A turn is `schedule`, then `step`.
 
@@ -45,7 +58,7 @@ class ModelRunner(Protocol):
         spec: how it was loaded.
         load: how it came into memory.
         degraded: what it was given less of than was asked for.
-        place: devices that its steps compute on beside the loop; empty: none does.
+        flight: its step that is under way.
         gathers: a first step of several prompts takes its device as long as one of one.
         allowance_s: what a one-shot call may take beside readers of another model; None: its own target.
         prep: what preparing a request for it takes.
@@ -55,7 +68,7 @@ class ModelRunner(Protocol):
     spec: ModelSpec
     load: Load | None
     degraded: tuple[str, ...]
-    place: Place
+    flight: Flight
     gathers: bool
     allowance_s: float | None
     prep: PrepContext

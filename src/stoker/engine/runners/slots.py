@@ -60,7 +60,7 @@ class SlotRunner:
     Attributes:
         load: how it came into memory.
         degraded: what it was given less of than was asked for.
-        place, gathers: see `ModelRunner`.
+        flight, gathers: see `ModelRunner`.
         allowance_s: not used: a step is bounded by the model's own policy.
         tally: what its steps did since that was asked last.
     """
@@ -86,7 +86,7 @@ class SlotRunner:
         )
         self._speculator = Speculator(backend, self.scheduler, jobs.speculates, spec.speculation, timer.now)
         self._steps = StepRunner(backend, self.scheduler, jobs, self._speculator, timer, self._carry_out)
-        self.place = self._steps.place
+        self.flight = self._steps.flight
         num_slots = min(spec.num_slots, limits.num_sequences)
         self._warming = Warming(spec.id, backend, timer, self._steps.place, num_slots)
         self._choices: ChoiceSteps | None = None  # until the first request to choose

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING
 from stoker.cache.entry import EntryState
 from stoker.engine.runners.long_steps import LongSteps
 from stoker.engine.runners.postprocess import Postprocess
+from stoker.engine.runners.runner import Flight
 from stoker.engine.threads.timer import EVERYWHERE
 from stoker.errors import (
     ContextLengthError,
@@ -186,6 +187,7 @@ class StepRunner:
 
     Attributes:
         place: devices that compute beside the loop; EVERYWHERE: none does.
+        flight: what others are told of its step under way.
         long_steps: what makes a step long; None: nothing could end one.
     """
 
@@ -212,6 +214,7 @@ class StepRunner:
         self.long_steps = None if aborts is None else LongSteps(aborts, scheduler, jobs, timer)
         devices = backend.extensions.devices if self._overlaps else None
         self.place = frozenset(devices.memory_by_device()) if devices else EVERYWHERE
+        self.flight = Flight(EVERYWHERE if backend.capabilities.computes_on_cpu else self.place)
         self._postprocess = Postprocess(backend, scheduler, jobs, timer, self._end_in_flight)
         self._launched: _Launched | None = None
         self._source: tuple[int, ...] = ()
@@ -283,6 +286,7 @@ class StepRunner:
     def _wait(self, step: _Launched) -> bool:
         """Wait for the rows of a step; returns whether it succeeded."""
         self._timer.in_flight.pop(self.place, None)
+        self.flight.due_s = 0.0
         try:
             step.rows = step.in_flight.rows()
         except StepFailedError as error:
@@ -368,6 +372,7 @@ class StepRunner:
         self._launched = _Launched(plan, in_flight, num_tokens)
         if self._overlaps:
             self._timer.in_flight[self.place] = self.collect
+            self.flight.due_s = self._timer.now() + (self._scheduler.cost.predict(num_tokens) or 0.0)
 
     def _halve(self, plan: StepPlan, error: StepFailedError, now: float) -> None:
         """A step failed: without its draft, or each half of it, up to the one sequence that is at fault.

@@ -3,8 +3,7 @@
 A model with interactive requests steps first. Among other models, one whose background has waited longer than
 its patience gets one turn in ten meanwhile (SPEC Q7). Which models there are is decided by residency.
 
-Models on devices of their own take turns: none of them keeps another from computing, and whose step was
-launched first is over first.
+Models on devices of their own do not keep each other from computing: the next is whose step is over first.
 
 Equals get equal time, however long their steps are: each model has a virtual time, the seconds it was
 computed for, and the one that has the least is next. A model that comes from idle begins at the least of
@@ -21,7 +20,7 @@ from stoker.engine.runners.runner import Contender
 from stoker.scheduler.queue import ONE_STEP_IN, Throttle
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from stoker.cache.prefix_cache import PrefixCache
     from stoker.engine.jobs.prepare import PrepContext
@@ -79,6 +78,12 @@ class ModelTurns:
         self._chosen = min(candidates, key=lambda contender: self._served_s[contender.name])
         self._price = PRICE_BESIDE_READERS if has_readers and self._chosen.is_encoder else 1.0
         return self._chosen.name
+
+    def take(self, chosen: Contender, contenders: Sequence[Contender]) -> None:
+        """One of them is next for another reason; its time goes to `served`."""
+        self._alone = ""
+        self._enter(contenders)
+        self._chosen, self._price = chosen, 1.0
 
     def _enter(self, contenders: Sequence[Contender]) -> None:
         """What did not contend last time begins where the others are, unless it is ahead of them."""
@@ -174,16 +179,16 @@ class Runners:
         working = [runner for runner in self._models.values() if runner.has_work]
         if not working:
             return None
-        chosen = self._first_of_all(working) if _are_apart(working) else self._choose(working, now)
+        chosen = self._first_over(working) if _are_apart(working) else self._choose(working, now)
         name = chosen.spec.id
         self._models[name] = self._models.pop(name)
         return chosen
 
-    @staticmethod
-    def _first_of_all(working: list[ModelRunner]) -> ModelRunner:
-        """The one whose last turn is longest ago."""
-        working[0].allowance_s = None
-        return working[0]
+    def _first_over(self, working: list[ModelRunner]) -> ModelRunner:
+        """The one whose step is over first, or that has none under way; people's before others'."""
+        chosen = min(working, key=lambda runner: (runner.flight.due_s, not runner.has_people))
+        self._turns.take(chosen.contender(), [runner.contender() for runner in working])
+        return chosen
 
     def _only(self, runner: ModelRunner) -> ModelRunner | None:
         """The only model, if it has work."""
@@ -219,11 +224,12 @@ class Runners:
         self._models.clear()
 
 
-def _are_apart(runners: Iterable[ModelRunner]) -> bool:
-    """Whether each of them computes on devices of its own."""
+def _are_apart(runners: Sequence[ModelRunner]) -> bool:
+    """Whether there are several, and each computes on devices of its own."""
     taken: set[str] = set()
     for runner in runners:
-        if not runner.place or not taken.isdisjoint(runner.place):
+        place = runner.flight.place
+        if not place or not taken.isdisjoint(place):
             return False
-        taken |= runner.place
-    return True
+        taken |= place
+    return len(runners) > 1
