@@ -20,6 +20,10 @@ TEXT = tuple(range(5, 60))
 NUM_CELLS = 512
 TOLERANCE = 1e-4
 """Logits reach 30; adding B A x to W x rounds otherwise than (W + B A) x."""
+ROUNDING = 2e-2
+"""What a key, a value or a query may do that comes to lie on the other side of a rounding to bf16, as a last
+bit decides: few texts meet one (0 to 3 rows of 104, up to 2e-3), on each processor others. A scale wrong by a
+hundredth moves every row by 4e-2 and more, one wrong by a thousandth most rows by more than `TOLERANCE`."""
 BATCH_TOLERANCE = 5e-3
 """Products in f32 depend on the shape of the batch (docs/adr/0006)."""
 
@@ -91,6 +95,15 @@ def rows_of(backend: LlamaBackend, seq: int = 0, text: tuple[int, ...] = TEXT) -
     return np.concatenate([begun, last])
 
 
+def rows_of_short_texts(backend: LlamaBackend) -> np.ndarray:
+    """Both rows of every four neighbours in the text: what rounds otherwise in one is not seen by others."""
+    found = []
+    for start in range(len(TEXT) - 3):
+        backend.drop(0)
+        found.append(rows_of(backend, 0, TEXT[start : start + 4]))
+    return np.concatenate(found)
+
+
 @pytest.mark.parametrize(
     "pairs",
     [[("red", 1.0)], [("red", 0.4)], [("blue", -1.5)], [("blue", 0.5), ("red", 0.7)]],
@@ -106,13 +119,15 @@ def test_an_adapter_is_as_if_merged_into_the_weights(
     """SPEC K6: W + scale * alpha / rank * B A, computed independently of llama.cpp."""
     parts = ((adapters[name], scale) for name, scale in pairs)
     with open_tiny(write_merged(base.with_name("merged.gguf"), base, *parts)) as reference:
-        expected = rows_of(reference)
-    plain = rows_of(backend)
+        expected = rows_of_short_texts(reference)
+    plain = rows_of_short_texts(backend)
     backend.drop(0)
     backend.condition(0, adapted(*pairs))
-    found = rows_of(backend)
-    assert np.abs(found - expected).max() < TOLERANCE
-    assert np.abs(found - plain).max() > 1.0
+    found = rows_of_short_texts(backend)
+    errors = np.abs(found - expected).max(axis=1)
+    assert np.quantile(errors, 0.75) < TOLERANCE
+    assert errors.max() < ROUNDING
+    assert np.abs(found - plain).max(axis=1).min() > 1.0
 
 
 def test_sequences_of_several_adapters_step_together_as_alone(backend: LlamaBackend) -> None:
