@@ -535,3 +535,30 @@ def test_prompts_that_find_a_device_idle_wait_a_little_for_those_being_prepared(
     assert len(plans[0].items) == (2 if others == "come" else 1)
     engine.inbox.put(Shutdown())
     engine.loop.run()
+
+
+def test_prompts_that_wait_for_others_keep_no_other_model_waiting(monkeypatch):
+    """SPEC Q22."""
+    monkeypatch.setattr(loop, "GATHER_S", 60.0)
+    goes_on, real = threading.Event(), preparations.prepare
+
+    def prepared(submit, *others):
+        if submit.request_id == "late":
+            goes_on.wait(60.0)
+        return real(submit, *others)
+
+    monkeypatch.setattr(preparations, "prepare", prepared)
+    engine = Engine("fake:eog_period=0,is_async=1")
+    engine.put(LoadModel(ModelSpec(id="n", path="fake:eog_period=0,is_async=1", n_ctx=512)))
+    engine.until(lambda: engine.loop._runners.find("n"))
+    engine.loop._runners.find("m").gathers = True
+    for name in ("first", "late"):
+        engine.submit(name, prompt=f"{name} one")
+    engine.until(lambda: engine.loop._runners.find("m").scheduler.queue)
+    engine.submit("of another model", prompt="one", model="n")
+    engine.run("of another model")
+    assert not engine.of(Delta, "first")
+    goes_on.set()
+    engine.run("first", "late")
+    engine.inbox.put(Shutdown())
+    engine.loop.run()

@@ -159,7 +159,7 @@ class EngineLoop:
         self._is_clean = True
         self._warms = config.num_restarts == 0  # an engine that ended so would end again
         self._is_stepping = False
-        self._gathers_until_s: float | None = None  # while prompts wait for others
+        self._gathering: dict[str, float] = {}  # models whose prompts wait for others, and until when
         self._tend_s = 0.0
         self._num_changes = 0
         self._num_turns = 0
@@ -275,10 +275,7 @@ class EngineLoop:
 
     def _step(self, now: float) -> None:
         """Give one model a turn; with nothing to compute, warm devices and store what is only in cells."""
-        runner = None if now < self._nap_until_s else self._runners.next_with_work(now)
-        if runner is not None and self._gathers(runner, now):
-            self._is_stepping = False
-            return
+        runner = None if now < self._nap_until_s else self._runners.next_with_work(now, self._gathers)
         self._is_stepping = runner is not None
         if runner is not None:
             runner.schedule(now)
@@ -289,6 +286,8 @@ class EngineLoop:
             if self._runners.throttle.halves_time:
                 self._timer.collect()  # its time is not the nap's
                 self._nap_until_s = self._busy_s + (self._busy_s - now)
+        elif self._runners.has_work:
+            return
         elif now >= self._rest_s and (cold := self._cold()) is not None:
             self._flush()  # that it is ready is known before it is warm
             cold.warm(now)
@@ -302,13 +301,10 @@ class EngineLoop:
 
     def _gathers(self, runner: ModelRunner, now: float) -> bool:
         """Whether a step that would only begin prompts waits for those that are on their way."""
-        is_beginning = runner.gathers and not runner.running and self._preparations.has_quick(runner.prep)
-        if not is_beginning or any(each.has_work for each in self._runners if each is not runner):
-            self._gathers_until_s = None
+        if not (runner.gathers and not runner.running and self._preparations.has_quick(runner.prep)):
+            self._gathering.pop(runner.spec.id, None)
             return False
-        if self._gathers_until_s is None:
-            self._gathers_until_s = now + GATHER_S
-        return now < self._gathers_until_s
+        return now < self._gathering.setdefault(runner.spec.id, now + GATHER_S)
 
     def _cold(self) -> ModelRunner | None:
         """A model whose kernels may be warmed: nothing waits, runs, is loaded or held back."""
@@ -324,7 +320,8 @@ class EngineLoop:
         """Nothing to compute: sleep until something arrives, or is due."""
         now = self._clock.now()
         if self._runners.has_work:
-            return max(0.0, self._nap_until_s - now, (self._gathers_until_s or 0.0) - now)
+            gathered_s = min((at_s for at_s in self._gathering.values() if at_s > now), default=now)
+            return max(0.0, self._nap_until_s - now, gathered_s - now)
         due = [
             self._jobs.next_deadline_s(),
             self._preparations.next_due_s(now),

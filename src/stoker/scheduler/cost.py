@@ -146,6 +146,11 @@ class StepCost:
         """Whether steps of about so many tokens were measured with these threads."""
         return num_tokens.bit_length() in self._tables.get(self.num_threads, {})
 
+    def is_sure(self, num_tokens: int) -> bool:
+        """Whether more than the first step of about so many tokens was measured with these threads."""
+        point = self._tables.get(self.num_threads, {}).get(num_tokens.bit_length())
+        return point is not None and not point.is_first
+
     def is_measured(self, num_tokens: int) -> bool:
         """Whether steps of about so many tokens, or more, were measured with these threads."""
         points = self._points()

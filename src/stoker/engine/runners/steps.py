@@ -51,6 +51,9 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+OVER_S = 0.0005
+"""Rows that come sooner than this were there before they were asked for: copying them takes 0.1 ms."""
+
 
 def carry_out(
     ops: Iterable[KVOp], backend: Backend, allocator: KVAllocator
@@ -287,13 +290,15 @@ class StepRunner:
         """Wait for the rows of a step; returns whether it succeeded."""
         self._timer.in_flight.pop(self.place, None)
         self.flight.due_s = 0.0
+        asked_s = self._timer.now()
         try:
             step.rows = step.in_flight.rows()
         except StepFailedError as error:
             self._timer.abandon(self.place)
             step.error = error
             return False
-        step.took_s = self._timer.stop(self._timed, step.num_tokens, self.place)
+        was_over = bool(self._timer.in_flight) and self._timer.now() - asked_s < OVER_S
+        step.took_s = self._timer.stop(self._timed, step.num_tokens, self.place, is_most=was_over)
         return True
 
     def _count(self, step: _Launched) -> None:
@@ -372,7 +377,12 @@ class StepRunner:
         self._launched = _Launched(plan, in_flight, num_tokens)
         if self._overlaps:
             self._timer.in_flight[self.place] = self.collect
-            self.flight.due_s = self._timer.now() + (self._scheduler.cost.predict(num_tokens) or 0.0)
+            self.flight.due_s = self._timer.now() + self._known_s(num_tokens)
+
+    def _known_s(self, num_tokens: int) -> float:
+        """What such a step takes; 0: it is waited for, as of its size none or only a cold one was seen."""
+        cost = self._scheduler.cost
+        return (cost.predict(num_tokens) or 0.0) if cost.is_sure(num_tokens) else 0.0
 
     def _halve(self, plan: StepPlan, error: StepFailedError, now: float) -> None:
         """A step failed: without its draft, or each half of it, up to the one sequence that is at fault.

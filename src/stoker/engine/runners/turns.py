@@ -14,7 +14,7 @@ each other.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
 from stoker.engine.runners.runner import Contender
 from stoker.scheduler.queue import ONE_STEP_IN, Throttle
@@ -34,6 +34,12 @@ percentile between two tokens is to rise by less than a quarter, and calls may t
 PRICE_BESIDE_READERS = 1 / SHARE_OF_STEP
 """What a second of an encoder counts there: a full call as much as the step before it."""
 FOLLOW = 0.2
+
+Waits: TypeAlias = "Callable[[ModelRunner, float], bool]"
+
+
+def _never(_runner: ModelRunner, _now: float) -> bool:
+    return False
 
 
 class ModelTurns:
@@ -172,11 +178,16 @@ class Runners:
         for runner in self._models.values():
             runner.hold_back(throttle)
 
-    def next_with_work(self, now: float) -> ModelRunner | None:
-        """The model to step next; it goes to the end of its equals. Its time goes to `served`."""
+    def next_with_work(self, now: float, waits: Waits = _never) -> ModelRunner | None:
+        """The model to step next; it goes to the end of its equals. Its time goes to `served`.
+
+        Args:
+            now: the engine's clock, in seconds.
+            waits: whether a model that has work is to be left out now.
+        """
         if len(self._models) == 1:
-            return self._only(next(iter(self._models.values())))
-        working = [runner for runner in self._models.values() if runner.has_work]
+            return self._only(next(iter(self._models.values())), now, waits)
+        working = [runner for runner in self._models.values() if runner.has_work and not waits(runner, now)]
         if not working:
             return None
         chosen = self._first_over(working) if _are_apart(working) else self._choose(working, now)
@@ -190,9 +201,9 @@ class Runners:
         self._turns.take(chosen.contender(), [runner.contender() for runner in working])
         return chosen
 
-    def _only(self, runner: ModelRunner) -> ModelRunner | None:
-        """The only model, if it has work."""
-        if not runner.has_work:
+    def _only(self, runner: ModelRunner, now: float, waits: Waits) -> ModelRunner | None:
+        """The only model, if it has work and is not to wait."""
+        if not runner.has_work or waits(runner, now):
             return None
         self._turns.alone(runner.spec.id)
         runner.allowance_s = None

@@ -132,13 +132,19 @@ class TimedModel:
 
 @dataclass(slots=True)
 class Lap:
-    """A step that succeeded, to be learned from; `clocked` where threads follow the machine's load."""
+    """A step that succeeded, to be learned from.
+
+    Attributes:
+        clocked: where threads follow the machine's load.
+        is_most: it took so long at most: it was over when it was asked for.
+    """
 
     model: TimedModel
     num_tokens: int
     took_s: float
     num_threads: int
     clocked: Clocked | None
+    is_most: bool
 
 
 class StepTimer:
@@ -243,19 +249,21 @@ class StepTimer:
         self.learn()
         return took_s
 
-    def stop(self, model: TimedModel, num_tokens: int, place: Place = EVERYWHERE) -> float:
-        """It succeeded; returns the seconds it took. `learn` follows when there is time."""
+    def stop(
+        self, model: TimedModel, num_tokens: int, place: Place = EVERYWHERE, *, is_most: bool = False
+    ) -> float:
+        """It succeeded; returns the seconds it took, or took at most. `learn` follows when there is time."""
         took_s = self._clock.end(num_tokens, place)
-        self.note(model, num_tokens, took_s)
+        self.note(model, num_tokens, took_s, is_most=is_most)
         return took_s
 
-    def note(self, model: TimedModel, num_tokens: int, took_s: float) -> None:
-        """A step took so long; the next `learn` takes it in."""
+    def note(self, model: TimedModel, num_tokens: int, took_s: float, *, is_most: bool = False) -> None:
+        """A step took so long, or so long at most; the next `learn` takes it in."""
         threads, controller = model.threads, self._controller
         if controller is None or threads is None:
-            self._laps.append(Lap(model, num_tokens, took_s, 0, None))
+            self._laps.append(Lap(model, num_tokens, took_s, 0, None, is_most))
         else:
-            self._laps.append(Lap(model, num_tokens, took_s, threads.num_threads, controller.stop()))
+            self._laps.append(Lap(model, num_tokens, took_s, threads.num_threads, controller.stop(), is_most))
         self._unlearned_s += took_s
         self._has_new = self._has_new or not model.cost.knows(num_tokens)
 
@@ -273,9 +281,12 @@ class StepTimer:
     def _learn(self, lap: Lap) -> None:
         """A quiet machine's steps teach what steps cost, others only where nothing else is known.
 
-        How much slower they are now each step tells.
+        How much slower they are now each step tells. One that was asked for late tells only that it is quick:
+        else the later one is asked for, the longer it seemed to take, and the later it would be asked for.
         """
         model, num_tokens, took_s = lap.model, lap.num_tokens, lap.took_s
+        if lap.is_most and took_s >= (model.cost.predict(num_tokens) or 0.0):
+            return
         was_cold, model.is_cold = model.is_cold, False
         if not was_cold:
             model.cost.stepped(num_tokens, took_s)
