@@ -153,14 +153,20 @@ def test_what_an_idle_slot_holds_is_used_where_it_is():
     assert not any(isinstance(op, Fork) for op in device.ops)
 
 
-def test_who_reads_waits_for_steps_of_newcomers_alone_and_not_for_all_of_them():
-    """Q22: prompts go without decode rows for a target's time, and then these have their token."""
+def beside_readers(count, num_prompt):
+    """A device on which so many decode, and their names."""
     device = read_before()
-    for at in range(4):
-        device.enter(f"reader{at}", 100, 200)
+    readers = {f"reader{at}" for at in range(count)}
+    for reader in sorted(readers):
+        device.enter(reader, num_prompt, 200)
     for _ in range(10):
         device.step()
-    readers = {f"reader{at}" for at in range(4)}
+    return device, readers
+
+
+def test_who_reads_waits_for_steps_of_newcomers_alone_and_not_for_all_of_them():
+    """Q22: prompts go without decode rows for a target's time, and then these have their token."""
+    device, readers = beside_readers(4, 100)
     told = []
     for at in range(12):
         for number in range(3):
@@ -174,12 +180,7 @@ def test_who_reads_waits_for_steps_of_newcomers_alone_and_not_for_all_of_them():
 
 def test_a_step_of_more_prompts_than_a_target_has_time_for_goes_without_rows_too():
     """Q22: beside rows the same prompts take several passes more, and who reads waits for all of them."""
-    device = read_before()
-    for at in range(20):
-        device.enter(f"reader{at}", 60, 200)
-    for _ in range(10):
-        device.step()
-    readers = {f"reader{at}" for at in range(20)}
+    device, readers = beside_readers(20, 60)
     for at in range(40):
         device.enter(f"p{at}", 66, 4)
     device.step()
