@@ -12,6 +12,7 @@ import argparse
 import asyncio
 import json
 import sys
+import time
 from contextlib import asynccontextmanager, suppress
 from dataclasses import asdict, dataclass
 from statistics import median
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
 MODEL = "fake:eog_period=0,step_delay_s=0.02"
 NUM_STREAMS = 8
 WAIT_S = 60.0
+POLL_S = 0.02
 SETTLE_S = 1.0
 """From the last reader's snapshot to the first measurement."""
 _MILLISECONDS = 1000.0
@@ -122,6 +124,7 @@ async def measure(readers: Sequence[int], rounds: int, seconds: float) -> list[R
         streams = [asyncio.ensure_future(stream(http, counts)) for _ in range(NUM_STREAMS)]
         found: dict[int, list[ReadersCost]] = {number: [] for number in readers}
         try:
+            await _begun(streams, counts)
             for _ in range(rounds):
                 for number in readers:
                     found[number].append(await _one(number, url, seconds, (engine, front), counts))
@@ -130,6 +133,15 @@ async def measure(readers: Sequence[int], rounds: int, seconds: float) -> list[R
                 each.cancel()
             await asyncio.gather(*streams, return_exceptions=True)
     return [_median(costs) for costs in found.values()]
+
+
+async def _begun(streams: Sequence[asyncio.Future[None]], counts: Sequence[int]) -> None:
+    """Until they write. Raises BenchError where one ends or none comes."""
+    begun_s = time.monotonic()
+    while counts[0] < len(streams):
+        if any(each.done() for each in streams) or time.monotonic() - begun_s > WAIT_S:
+            raise BenchError("the streams have not begun")
+        await asyncio.sleep(POLL_S)
 
 
 async def _one(

@@ -116,8 +116,12 @@ class Server:
         task = asyncio.create_task(
             self.http.post("/v1/completions", json={"prompt": "It is said:", **fields})
         )
-        status = await self.until(lambda now: {one["request_id"] for one in now["requests"]} - before)
-        return ({one["request_id"] for one in status["requests"]} - before).pop(), task
+
+        def new(status):
+            return {one["request_id"] for one in status["requests"]} - before
+
+        status = await self.until(lambda now: task.done() or new(now))
+        return (new(status) or {task.result().json()["id"]}).pop(), task
 
     async def until(self, holds):
         """Ask for the status until something holds of it."""
