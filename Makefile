@@ -14,6 +14,8 @@ BIN := $(VENV)/bin
 INSTALL := @$(PYTHON) tools/install.py --venv $(VENV)
 
 export PROMPT
+# What starts hundreds of processes, as the tests do, would compile every module of Stoker in each.
+unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
 .PHONY: help run chat serve test test-slow check format reference bench bench-compare rebuild clean demo dev peer browser vendor screenshots

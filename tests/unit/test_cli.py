@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import asyncio
 import json
 import os
@@ -531,6 +532,18 @@ def test_help_names_the_commands_and_loads_nothing_heavy() -> None:
         for name in ("run", "chat", "serve", "models", "pull", "ps", "load", "suspend", "doctor")
     )
     assert done.stdout.endswith("heavy: []\n")
+
+
+def test_a_command_waits_for_no_other_to_be_imported() -> None:
+    """SPEC I1: it took as long to start as all of them."""
+    code = (
+        "import sys\nfrom stoker.cli.app import app\n"
+        "try:\n    app(['ps', '--help'])\nexcept SystemExit:\n    pass\n"
+        "print([name for name in sys.modules if name.startswith('stoker.cli.commands.')])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    imported = set(ast.literal_eval(done.stdout.splitlines()[-1]))
+    assert imported == {"stoker.cli.commands.ps", "stoker.cli.commands.completion"}
 
 
 def test_the_version_is_the_packages() -> None:

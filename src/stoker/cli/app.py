@@ -1,54 +1,180 @@
 """The command `stoker`: which subcommands there are, in which order and with which examples.
 
-The module of a command imports what is heavy when it runs, so that `stoker --help` answers at once. How
-errors end a command is `stoker.cli.command`'s, the exit codes are those of `stoker.cli.exits`.
+A command is imported and built when it is asked for, as each would else wait for all others; `--help` asks
+for all. What is heavy their modules import when they run. How errors end a command is `stoker.cli.command`'s,
+the exit codes are those of `stoker.cli.exits`.
 """
 
 from __future__ import annotations
 
 import os
 import sys
-from typing import TYPE_CHECKING
+from collections.abc import Iterator, MutableMapping
+from importlib import import_module
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import typer
 from typer.completion import get_completion_inspect_parameters
 
-from stoker.cli.agents import launch
-from stoker.cli.calibrate.command import calibrate
 from stoker.cli.command import CONTEXT_SETTINGS, HelpfulCommand, HelpfulGroup
-from stoker.cli.commands import (
-    cache,
-    chat,
-    choose,
-    completion,
-    doctor,
-    embed,
-    models,
-    plan,
-    ps,
-    pull,
-    read,
-    remote,
-    rerank,
-    run,
-    serve,
-)
-from stoker.cli.config import commands as config
-from stoker.cli.gate import command as gate
+from stoker.cli.commands import completion
 from stoker.cli.options import Version, with_version
-from stoker.cli.ray import commands as ray
-from stoker.cli.top.command import top
-from stoker.cli.ui import command as ui
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from stoker.client.process.child import EngineChild
 
 ASKING, MODELS, SERVER, MACHINE = "Ask a model", "Models", "Server", "This machine"
 
+
+class _Offer(NamedTuple):
+    """A command: the panel of `--help` it stands in, where it is below `stoker.cli`, and examples.
+
+    `MODULE:NAME` is a function, or the application of a group of commands.
+    """
+
+    panel: str
+    where: str
+    examples: tuple[str, ...] = ()
+
+
+_OFFERS = {
+    "run": _Offer(
+        ASKING,
+        "commands.run:run",
+        (
+            "stoker run 'Why is the sky blue?'",
+            "stoker run 'Summarise this' < report.txt",
+            "git diff | stoker run 'Write a commit message for this' --temperature 0",
+        ),
+    ),
+    "chat": _Offer(
+        ASKING, "commands.chat:chat", ("stoker chat", "stoker chat --system 'Answer in one sentence.'")
+    ),
+    "embed": _Offer(
+        ASKING,
+        "commands.embed:embed",
+        ("stoker embed 'a text' 'another'", "stoker embed < lines.txt > vectors"),
+    ),
+    "rerank": _Offer(
+        ASKING,
+        "commands.rerank:rerank",
+        (
+            "stoker rerank 'capital of France' Bananas Paris",
+            "stoker rerank 'who pays?' --top-n 3 < paragraphs.txt",
+        ),
+    ),
+    "choose": _Offer(
+        ASKING,
+        "commands.choose:choose",
+        ("stoker choose 'The film was great. The mood is' --choice ' good' --choice ' bad'",),
+    ),
+    "read": _Offer(
+        ASKING,
+        "commands.read:read",
+        (
+            "stoker read scan.png --ask 'What is the total?'",
+            "stoker read *.jpg --schema receipt.json > receipts.jsonl",
+        ),
+    ),
+    "models": _Offer(
+        MODELS, "commands.models:models", ("stoker models", "stoker models --json | jq -r '.[].id'")
+    ),
+    "pull": _Offer(
+        MODELS,
+        "commands.pull:pull",
+        ("stoker pull Qwen/Qwen2.5-0.5B-Instruct-GGUF", "stoker pull Qwen/Qwen2.5-0.5B-Instruct-GGUF:Q8_0"),
+    ),
+    "plan": _Offer(
+        MODELS, "commands.plan:plan", ("stoker plan", "stoker plan big.gguf --ctx-size 32768 --slots 4")
+    ),
+    "calibrate": _Offer(
+        MODELS,
+        "calibrate.command:calibrate",
+        ("stoker calibrate", "stoker calibrate big.gguf --only threads"),
+    ),
+    "serve": _Offer(
+        SERVER,
+        "commands.serve:serve",
+        (
+            "stoker serve",
+            "stoker serve -m chat.gguf -m embedder.gguf --port 8000",
+            "stoker serve --config stoker.toml",
+        ),
+    ),
+    "gate": _Offer(
+        SERVER,
+        "gate.command:gate",
+        (
+            "stoker gate --peer http://192.168.1.5:8686 --peer http://192.168.1.6:8686 --peer-key-file keys",
+            "stoker gate --config gate.toml",
+        ),
+    ),
+    "ps": _Offer(
+        SERVER, "commands.ps:ps", ("stoker ps", "stoker ps --url http://192.168.1.5:8686 --api-key KEY")
+    ),
+    "top": _Offer(
+        SERVER, "top.command:top", ("stoker top", "stoker top --once", "stoker top --json | jq .memory")
+    ),
+    "ui": _Offer(
+        SERVER,
+        "ui.command:ui",
+        ("stoker ui", "stoker ui --record day.jsonl", "stoker ui --replay day.jsonl --speed 10"),
+    ),
+    "load": _Offer(SERVER, "commands.remote:load", ("stoker load chat.gguf --keep-alive 10m",)),
+    "unload": _Offer(SERVER, "commands.remote:unload", ("stoker unload chat",)),
+    "pin": _Offer(SERVER, "commands.remote:pin", ("stoker pin chat", "stoker pin chat --off")),
+    "launch": _Offer(
+        SERVER,
+        "agents.launch:launch",
+        ("stoker launch claude", "stoker launch codex -- exec 'Write a test for parse.py'"),
+    ),
+    "suspend": _Offer(SERVER, "commands.remote:suspend", ("stoker suspend", "stoker suspend --grace-s 30")),
+    "resume": _Offer(SERVER, "commands.remote:resume", ("stoker resume",)),
+    "doctor": _Offer(MACHINE, "commands.doctor:doctor", ("stoker doctor",)),
+    "config": _Offer(SERVER, "config.commands:app"),
+    "ray": _Offer(SERVER, "ray.commands:app"),
+    "cache": _Offer(MACHINE, "commands.cache:app"),
+    "completion": _Offer(MACHINE, "commands.completion:app"),
+}
+
+
+class _Commands(MutableMapping[str, Any]):
+    """The commands by name, each built when it is looked up."""
+
+    def __init__(self) -> None:
+        self._built: dict[str, Any] = dict.fromkeys(_OFFERS)
+
+    def __getitem__(self, name: str) -> Any:
+        if self._built[name] is None:
+            self._built[name] = _built(name, _OFFERS[name])
+        return self._built[name]
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._built
+
+    def __setitem__(self, name: str, command: Any) -> None:
+        self._built[name] = command
+
+    def __delitem__(self, name: str) -> None:
+        del self._built[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._built)
+
+    def __len__(self) -> int:
+        return len(self._built)
+
+
+class _AllCommands(HelpfulGroup):
+    """The group of them."""
+
+    def __init__(self, **attributes: Any) -> None:
+        super().__init__(**attributes)
+        self.commands = _Commands()
+
+
 app = typer.Typer(
-    cls=HelpfulGroup,
+    cls=_AllCommands,
     add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
@@ -63,100 +189,18 @@ def _options(*, _version: Version = False) -> None:
     pass
 
 
-def _offer(panel: str, name: str, command: Callable[..., None], *examples: str) -> None:
-    """Add a command, with what every command has."""
-    add = app.command(name, cls=HelpfulCommand, rich_help_panel=panel, epilog="\n".join(examples))
-    add(with_version(command))
-
-
-_offer(
-    ASKING,
-    "run",
-    run.run,
-    "stoker run 'Why is the sky blue?'",
-    "stoker run 'Summarise this' < report.txt",
-    "git diff | stoker run 'Write a commit message for this' --temperature 0",
-)
-_offer(ASKING, "chat", chat.chat, "stoker chat", "stoker chat --system 'Answer in one sentence.'")
-_offer(ASKING, "embed", embed.embed, "stoker embed 'a text' 'another'", "stoker embed < lines.txt > vectors")
-_offer(
-    ASKING,
-    "rerank",
-    rerank.rerank,
-    "stoker rerank 'capital of France' Bananas Paris",
-    "stoker rerank 'who pays?' --top-n 3 < paragraphs.txt",
-)
-_offer(
-    ASKING,
-    "choose",
-    choose.choose,
-    "stoker choose 'The film was great. The mood is' --choice ' good' --choice ' bad'",
-)
-_offer(
-    ASKING,
-    "read",
-    read.read,
-    "stoker read scan.png --ask 'What is the total?'",
-    "stoker read *.jpg --schema receipt.json > receipts.jsonl",
-)
-_offer(MODELS, "models", models.models, "stoker models", "stoker models --json | jq -r '.[].id'")
-_offer(
-    MODELS,
-    "pull",
-    pull.pull,
-    "stoker pull Qwen/Qwen2.5-0.5B-Instruct-GGUF",
-    "stoker pull Qwen/Qwen2.5-0.5B-Instruct-GGUF:Q8_0",
-)
-_offer(MODELS, "plan", plan.plan, "stoker plan", "stoker plan big.gguf --ctx-size 32768 --slots 4")
-_offer(
-    MODELS,
-    "calibrate",
-    calibrate,
-    "stoker calibrate",
-    "stoker calibrate big.gguf --only threads",
-)
-_offer(
-    SERVER,
-    "serve",
-    serve.serve,
-    "stoker serve",
-    "stoker serve -m chat.gguf -m embedder.gguf --port 8000",
-    "stoker serve --config stoker.toml",
-)
-_offer(
-    SERVER,
-    "gate",
-    gate.gate,
-    "stoker gate --peer http://192.168.1.5:8686 --peer http://192.168.1.6:8686 --peer-key-file keys",
-    "stoker gate --config gate.toml",
-)
-_offer(SERVER, "ps", ps.ps, "stoker ps", "stoker ps --url http://192.168.1.5:8686 --api-key KEY")
-_offer(SERVER, "top", top, "stoker top", "stoker top --once", "stoker top --json | jq .memory")
-_offer(
-    SERVER,
-    "ui",
-    ui.ui,
-    "stoker ui",
-    "stoker ui --record day.jsonl",
-    "stoker ui --replay day.jsonl --speed 10",
-)
-_offer(SERVER, "load", remote.load, "stoker load chat.gguf --keep-alive 10m")
-_offer(SERVER, "unload", remote.unload, "stoker unload chat")
-_offer(SERVER, "pin", remote.pin, "stoker pin chat", "stoker pin chat --off")
-_offer(
-    SERVER,
-    "launch",
-    launch.launch,
-    "stoker launch claude",
-    "stoker launch codex -- exec 'Write a test for parse.py'",
-)
-_offer(SERVER, "suspend", remote.suspend, "stoker suspend", "stoker suspend --grace-s 30")
-_offer(SERVER, "resume", remote.resume, "stoker resume")
-_offer(MACHINE, "doctor", doctor.doctor, "stoker doctor")
-app.add_typer(config.app, name="config", rich_help_panel=SERVER)
-app.add_typer(ray.app, name="ray", rich_help_panel=SERVER)
-app.add_typer(cache.app, name="cache", rich_help_panel=MACHINE)
-app.add_typer(completion.app, name="completion", rich_help_panel=MACHINE)
+def _built(name: str, offer: _Offer) -> Any:
+    """The library's command, with what every command has."""
+    module, _, attribute = offer.where.partition(":")
+    target = getattr(import_module(f"stoker.cli.{module}"), attribute)
+    alone = typer.Typer(rich_markup_mode=None)
+    if isinstance(target, typer.Typer):
+        alone.add_typer(target, name=name, rich_help_panel=offer.panel)
+    else:
+        epilog = "\n".join(offer.examples)
+        add = alone.command(name, cls=HelpfulCommand, rich_help_panel=offer.panel, epilog=epilog)
+        add(with_version(target))
+    return typer.main.get_group(alone).commands[name]
 
 
 def run_command(child: EngineChild | None = None) -> None:
