@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import stoker
+from syntax_trees import tree_of
 
 SOURCE = Path(stoker.__file__).parent
 
@@ -205,7 +206,7 @@ def modules() -> Iterator[tuple[str, ast.Module]]:
     for path in sorted(SOURCE.rglob("*.py")):
         parts = path.relative_to(SOURCE).with_suffix("").parts
         name = ".".join(part for part in parts if part != "__init__")
-        yield name, ast.parse(path.read_text(encoding="utf-8"))
+        yield name, tree_of(path.read_text(encoding="utf-8"))
 
 
 def imported(tree: ast.Module) -> Iterator[str]:

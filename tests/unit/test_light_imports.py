@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 import stoker
+from syntax_trees import tree_of
 
 ENGINE = """
 from stoker.engine.process import load_native
@@ -17,7 +18,11 @@ load_native()
 import stoker.engine.loop, stoker.backends.llama.backend
 """
 WORKER = "import stoker.client.worker.jobs"
-COMMAND = "import stoker.cli.app"
+COMMAND = """
+import typer
+from stoker.cli.app import app
+assert len([*typer.main.get_command(app).commands.values()]) > 20
+"""
 BEFORE_A_COMMAND = "import stoker.cli.main, stoker.client.process.child"
 WITHOUT_A_BUS = """
 import asyncio, os, pathlib
@@ -26,7 +31,7 @@ sleep.BUS_SOCKET = pathlib.Path("/dev/null/none")
 os.environ.pop(sleep.BUS_VARIABLE, None)
 asyncio.run(sleep.SleepWatch(None).run())
 """
-SERVER = "import stoker.cli.app, stoker.cli.serve_screen, stoker.server.service"
+SERVER = "import stoker.cli.commands.serve, stoker.cli.serve_screen, stoker.server.service"
 FRONT = {"fastapi", "starlette", "uvicorn", "httpx", "pydantic", "pydantic_settings", "typer", "rich"}
 SETTINGS = {"pydantic", "pydantic_settings", "typer"}
 RARE = {"PIL", "jinja2", "safetensors", "rich", "prompt_toolkit", "huggingface_hub"}
@@ -76,7 +81,7 @@ def test_a_process_imports_nothing_that_it_does_not_need(program: str, needs_not
 
 def test_a_name_of_the_library_is_imported_from_where_a_type_checker_sees_it() -> None:
     """I9: the names found late are those of `__all__`, each in the module that is written for checkers."""
-    tree = ast.parse(Path(stoker.__file__).read_text(encoding="utf-8"))
+    tree = tree_of(Path(stoker.__file__).read_text(encoding="utf-8"))
     block = next(node for node in tree.body if isinstance(node, ast.If))
     written = {
         alias.name: node.module

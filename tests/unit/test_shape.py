@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from syntax_trees import tree_of
+
 ROOT = Path(__file__).resolve().parents[2]
 MAX_FILE_LINES = 600
 MAX_FUNCTION_LINES = 60
@@ -30,7 +32,7 @@ def sources() -> tuple[tuple[str, str, ast.Module], ...]:
     """Path, text and tree of every file that ships or builds."""
     paths = [path for folder in ("src", "tools", "bench") for path in sorted((ROOT / folder).rglob("*.py"))]
     texts = [(str(path.relative_to(ROOT)), path.read_text(encoding="utf-8")) for path in paths]
-    return tuple((name, text, ast.parse(text)) for name, text in texts)
+    return tuple((name, text, tree_of(text)) for name, text in texts)
 
 
 def shipped() -> Iterator[tuple[str, str, ast.Module]]:
