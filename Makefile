@@ -14,7 +14,7 @@ BIN := $(VENV)/bin
 INSTALL := @$(PYTHON) tools/install.py --venv $(VENV)
 
 export PROMPT
-# What starts hundreds of processes, as the tests do, would compile every module of Stoker in each.
+# Images of containers often set this: each of the hundreds of processes of the tests would compile all of Stoker.
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help

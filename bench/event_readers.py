@@ -136,11 +136,11 @@ async def measure(readers: Sequence[int], rounds: int, seconds: float) -> list[R
 
 
 async def _begun(streams: Sequence[asyncio.Future[None]], counts: Sequence[int]) -> None:
-    """Until they write. Raises BenchError where one ends or none comes."""
+    """Wait until as many tokens have come as there are streams. Raises BenchError where one of them ends."""
     begun_s = time.monotonic()
     while counts[0] < len(streams):
         if any(each.done() for each in streams) or time.monotonic() - begun_s > WAIT_S:
-            raise BenchError("the streams have not begun")
+            raise BenchError(f"the streams have not begun within {WAIT_S:g} s, or one has ended")
         await asyncio.sleep(POLL_S)
 
 

@@ -120,8 +120,8 @@ class Server:
         def new(status):
             return {one["request_id"] for one in status["requests"]} - before
 
-        status = await self.until(lambda now: task.done() or new(now))
-        return (new(status) or {task.result().json()["id"]}).pop(), task
+        status = await self.until(lambda status: task.done() or new(status))
+        return (new(status) or {task.result().raise_for_status().json()["id"]}).pop(), task
 
     async def until(self, holds):
         """Ask for the status until something holds of it."""

@@ -273,7 +273,8 @@ def test_policy_reads_no_clock_and_has_no_effects() -> None:
 def test_the_front_loads_no_native_code() -> None:
     """The client survives anything the engine does: it imports no bindings, nor the engine."""
     code = (
-        "import sys, stoker, stoker.runtime, stoker.sync, stoker.cli.app, stoker.server.serve\n"
+        "import sys, typer, stoker, stoker.runtime, stoker.sync, stoker.cli.app, stoker.server.serve\n"
+        "assert len([*typer.main.get_command(stoker.cli.app.app).commands.values()]) > 20\n"
         f"print([name for name in sys.modules if name in {NATIVE | {'stoker.engine'}!r}])"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

@@ -504,7 +504,7 @@ def test_a_deadline_passes_beside_steps_that_take_no_time(engine, monkeypatch):
 @pytest.mark.parametrize("others", ["come", "do not come"])
 def test_prompts_that_find_a_device_idle_wait_a_little_for_those_being_prepared(monkeypatch, others):
     """SPEC Q22: one step for all of a crowd; begun with the first alone it would have the others wait."""
-    monkeypatch.setattr(loop, "GATHER_S", 60.0)
+    monkeypatch.setattr(loop, "GATHER_S", 10.0)
     begun, goes_on, real = threading.Event(), threading.Event(), preparations.prepare
 
     def prepared(submit, *others):
@@ -528,8 +528,9 @@ def test_prompts_that_find_a_device_idle_wait_a_little_for_those_being_prepared(
         goes_on.set()
     else:
         real_now = engine.loop._clock.now
-        monkeypatch.setattr(engine.loop._clock, "now", lambda: real_now() + 60.0)
+        monkeypatch.setattr(engine.loop._clock, "now", lambda: real_now() + 10.0)
         engine.until(lambda: plans)
+        assert engine.loop._preparations.has_quick(runner.prep), "the others came or were given up"
         goes_on.set()
     engine.run("first", "late")
     assert len(plans[0].items) == (2 if others == "come" else 1)
@@ -548,8 +549,8 @@ def test_prompts_that_wait_for_others_keep_no_other_model_waiting(monkeypatch):
         return real(submit, *others)
 
     monkeypatch.setattr(preparations, "prepare", prepared)
-    engine = Engine("fake:eog_period=0,is_async=1")
-    engine.put(LoadModel(ModelSpec(id="n", path="fake:eog_period=0,is_async=1", n_ctx=512)))
+    engine = Engine("fake:eog_period=0,is_async=1,device=left")
+    engine.put(LoadModel(ModelSpec(id="n", path="fake:eog_period=0,is_async=1,device=right", n_ctx=512)))
     engine.until(lambda: engine.loop._runners.find("n"))
     engine.loop._runners.find("m").gathers = True
     for name in ("first", "late"):

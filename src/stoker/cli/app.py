@@ -149,6 +149,12 @@ class _Commands(MutableMapping[str, Any]):
             self._built[name] = _built(name, _OFFERS[name])
         return self._built[name]
 
+    def get(self, name: str, default: Any = None) -> Any:
+        """As of any mapping; a KeyError of what is imported is no unknown name."""
+        if name not in self:
+            return default
+        return self[name]
+
     def __contains__(self, name: object) -> bool:
         return name in self._built
 

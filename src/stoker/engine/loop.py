@@ -159,7 +159,7 @@ class EngineLoop:
         self._is_clean = True
         self._warms = config.num_restarts == 0  # an engine that ended so would end again
         self._is_stepping = False
-        self._gathering: dict[str, float] = {}  # models whose prompts wait for others, and until when
+        self._gathers_until_s: dict[str, float] = {}  # by model whose prompts wait for others
         self._tend_s = 0.0
         self._num_changes = 0
         self._num_turns = 0
@@ -275,7 +275,9 @@ class EngineLoop:
 
     def _step(self, now: float) -> None:
         """Give one model a turn; with nothing to compute, warm devices and store what is only in cells."""
-        runner = None if now < self._nap_until_s else self._runners.next_with_work(now, self._gathers)
+        if self._gathers_until_s:
+            self._forget_gatherings()
+        runner = None if now < self._nap_until_s else self._runners.next_with_work(now, self._held_until_s)
         self._is_stepping = runner is not None
         if runner is not None:
             runner.schedule(now)
@@ -299,12 +301,19 @@ class EngineLoop:
         """When there is time for what nobody waits for, if nothing comes."""
         return max(self._busy_s + REST_AFTER_S, self._nap_until_s)
 
-    def _gathers(self, runner: ModelRunner, now: float) -> bool:
-        """Whether a step that would only begin prompts waits for those that are on their way."""
+    def _held_until_s(self, runner: ModelRunner, now: float) -> float:
+        """Until when a step that would only begin prompts waits for those on their way; 0: it does not."""
         if not (runner.gathers and not runner.running and self._preparations.has_quick(runner.prep)):
-            self._gathering.pop(runner.spec.id, None)
-            return False
-        return now < self._gathering.setdefault(runner.spec.id, now + GATHER_S)
+            self._gathers_until_s.pop(runner.spec.id, None)
+            return 0.0
+        return self._gathers_until_s.setdefault(runner.spec.id, now + GATHER_S)
+
+    def _forget_gatherings(self) -> None:
+        """Those of models that have nothing to compute any more, or are gone."""
+        at_work = {runner.spec.id for runner in self._runners if runner.has_work}
+        self._gathers_until_s = {
+            model: until_s for model, until_s in self._gathers_until_s.items() if model in at_work
+        }
 
     def _cold(self) -> ModelRunner | None:
         """A model whose kernels may be warmed: nothing waits, runs, is loaded or held back."""
@@ -320,8 +329,9 @@ class EngineLoop:
         """Nothing to compute: sleep until something arrives, or is due."""
         now = self._clock.now()
         if self._runners.has_work:
-            gathered_s = min((at_s for at_s in self._gathering.values() if at_s > now), default=now)
-            return max(0.0, self._nap_until_s - now, gathered_s - now)
+            if now < self._nap_until_s:
+                return self._nap_until_s - now
+            return min((at_s - now for at_s in self._gathers_until_s.values() if at_s > now), default=0.0)
         due = [
             self._jobs.next_deadline_s(),
             self._preparations.next_due_s(now),

@@ -298,7 +298,7 @@ class StepRunner:
             step.error = error
             return False
         was_over = bool(self._timer.in_flight) and self._timer.now() - asked_s < OVER_S
-        step.took_s = self._timer.stop(self._timed, step.num_tokens, self.place, is_most=was_over)
+        step.took_s = self._timer.stop(self._timed, step.num_tokens, self.place, is_bound=was_over)
         return True
 
     def _count(self, step: _Launched) -> None:

@@ -35,11 +35,12 @@ PRICE_BESIDE_READERS = 1 / SHARE_OF_STEP
 """What a second of an encoder counts there: a full call as much as the step before it."""
 FOLLOW = 0.2
 
-Waits: TypeAlias = "Callable[[ModelRunner, float], bool]"
+HeldUntil: TypeAlias = "Callable[[ModelRunner, float], float]"
+"""Until when a model with work is to wait, by the engine's clock, which is given; in the past: it is not."""
 
 
-def _never(_runner: ModelRunner, _now: float) -> bool:
-    return False
+def _not_held(_runner: ModelRunner, _now: float) -> float:
+    return 0.0
 
 
 class ModelTurns:
@@ -178,32 +179,51 @@ class Runners:
         for runner in self._models.values():
             runner.hold_back(throttle)
 
-    def next_with_work(self, now: float, waits: Waits = _never) -> ModelRunner | None:
+    def next_with_work(self, now: float, held_until_s: HeldUntil = _not_held) -> ModelRunner | None:
         """The model to step next; it goes to the end of its equals. Its time goes to `served`.
 
         Args:
             now: the engine's clock, in seconds.
-            waits: whether a model that has work is to be left out now.
+            held_until_s: asked where nothing else is on the model's devices; None is next until then, unless
+                the step of another is over sooner.
         """
         if len(self._models) == 1:
-            return self._only(next(iter(self._models.values())), now, waits)
-        working = [runner for runner in self._models.values() if runner.has_work and not waits(runner, now)]
+            return self._only(next(iter(self._models.values())), now, held_until_s)
+        working = [runner for runner in self._models.values() if runner.has_work]
         if not working:
             return None
-        chosen = self._first_over(working) if _are_apart(working) else self._choose(working, now)
+        if _are_apart(working):
+            chosen = self._first_over(working, now, held_until_s)
+        elif len(working) == 1 and held_until_s(working[0], now) > now:
+            chosen = None
+        else:
+            chosen = self._choose(working, now)
+        if chosen is None:
+            return None
         name = chosen.spec.id
         self._models[name] = self._models.pop(name)
         return chosen
 
-    def _first_over(self, working: list[ModelRunner]) -> ModelRunner:
-        """The one whose step is over first, or that has none under way; people's before others'."""
-        chosen = min(working, key=lambda runner: (runner.flight.due_s, not runner.has_people))
+    def _first_over(
+        self, working: list[ModelRunner], now: float, held_until_s: HeldUntil
+    ) -> ModelRunner | None:
+        """The one whose step is over first, or that has none under way; people's before others'.
+
+        None: it is held, and until then no other's is over.
+        """
+        held = {runner.spec.id: held_until_s(runner, now) for runner in working}
+        chosen = min(
+            working,
+            key=lambda runner: (max(runner.flight.due_s, held[runner.spec.id]), not runner.has_people),
+        )
+        if held[chosen.spec.id] > now:
+            return None
         self._turns.take(chosen.contender(), [runner.contender() for runner in working])
         return chosen
 
-    def _only(self, runner: ModelRunner, now: float, waits: Waits) -> ModelRunner | None:
-        """The only model, if it has work and is not to wait."""
-        if not runner.has_work or waits(runner, now):
+    def _only(self, runner: ModelRunner, now: float, held_until_s: HeldUntil) -> ModelRunner | None:
+        """The only model, if it has work and is not held."""
+        if not runner.has_work or held_until_s(runner, now) > now:
             return None
         self._turns.alone(runner.spec.id)
         runner.allowance_s = None

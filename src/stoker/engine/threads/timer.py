@@ -136,7 +136,7 @@ class Lap:
 
     Attributes:
         clocked: where threads follow the machine's load.
-        is_most: it took so long at most: it was over when it was asked for.
+        is_bound: it took so long at most: it was over when it was asked for.
     """
 
     model: TimedModel
@@ -144,7 +144,7 @@ class Lap:
     took_s: float
     num_threads: int
     clocked: Clocked | None
-    is_most: bool
+    is_bound: bool
 
 
 class StepTimer:
@@ -250,20 +250,22 @@ class StepTimer:
         return took_s
 
     def stop(
-        self, model: TimedModel, num_tokens: int, place: Place = EVERYWHERE, *, is_most: bool = False
+        self, model: TimedModel, num_tokens: int, place: Place = EVERYWHERE, *, is_bound: bool = False
     ) -> float:
         """It succeeded; returns the seconds it took, or took at most. `learn` follows when there is time."""
         took_s = self._clock.end(num_tokens, place)
-        self.note(model, num_tokens, took_s, is_most=is_most)
+        self.note(model, num_tokens, took_s, is_bound=is_bound)
         return took_s
 
-    def note(self, model: TimedModel, num_tokens: int, took_s: float, *, is_most: bool = False) -> None:
+    def note(self, model: TimedModel, num_tokens: int, took_s: float, *, is_bound: bool = False) -> None:
         """A step took so long, or so long at most; the next `learn` takes it in."""
         threads, controller = model.threads, self._controller
         if controller is None or threads is None:
-            self._laps.append(Lap(model, num_tokens, took_s, 0, None, is_most))
+            self._laps.append(Lap(model, num_tokens, took_s, 0, None, is_bound))
         else:
-            self._laps.append(Lap(model, num_tokens, took_s, threads.num_threads, controller.stop(), is_most))
+            self._laps.append(
+                Lap(model, num_tokens, took_s, threads.num_threads, controller.stop(), is_bound)
+            )
         self._unlearned_s += took_s
         self._has_new = self._has_new or not model.cost.knows(num_tokens)
 
@@ -281,13 +283,14 @@ class StepTimer:
     def _learn(self, lap: Lap) -> None:
         """A quiet machine's steps teach what steps cost, others only where nothing else is known.
 
-        How much slower they are now each step tells. One that was asked for late tells only that it is quick:
-        else the later one is asked for, the longer it seemed to take, and the later it would be asked for.
+        How much slower they are now each step tells. One that was asked for late may only tell that it is
+        quicker: else it seemed to take as long as it had been left, and was left for as long again.
         """
         model, num_tokens, took_s = lap.model, lap.num_tokens, lap.took_s
-        if lap.is_most and took_s >= (model.cost.predict(num_tokens) or 0.0):
-            return
         was_cold, model.is_cold = model.is_cold, False
+        usual_s = model.cost.predict(num_tokens) if model.cost.knows(num_tokens) else None
+        if lap.is_bound and usual_s is not None and took_s >= usual_s:
+            return
         if not was_cold:
             model.cost.stepped(num_tokens, took_s)
         controller = self._controller
