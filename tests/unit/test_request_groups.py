@@ -53,11 +53,14 @@ async def group_of(runtime: Runtime, group_id: str) -> GroupStatus | None:
 
 
 async def until(
-    runtime: Runtime, work: asyncio.Future[Any], is_so: Callable[[GroupStatus], bool]
+    runtime: Runtime,
+    work: asyncio.Future[Any],
+    is_so: Callable[[GroupStatus], bool],
+    group_id: str = "mine",
 ) -> GroupStatus:
-    """The status of the call "mine", which `work` waits for, as soon as that holds of it."""
+    """The status of the call of that id, which `work` waits for, as soon as that holds of it."""
     while not work.done():
-        group = await group_of(runtime, "mine")
+        group = await group_of(runtime, group_id)
         if group is not None and is_so(group):
             return group
     raise AssertionError(f"it was over before: {work}")
@@ -161,7 +164,9 @@ async def all_stand_still(runtime: Runtime) -> None:
 async def test_a_call_tells_how_far_it_is() -> None:
     """SPEC I4, Q14: class, deadline, place, what is done, and what that took."""
     async with running("fake:encoder=1,step_delay_s=0.02") as runtime:
-        before = asyncio.ensure_future(runtime.embed([f"before {at}" for at in range(500)]))
+        texts = [f"before {at}" for at in range(500)]
+        before = asyncio.ensure_future(runtime.embed(texts, request_id="before"))
+        await until(runtime, before, lambda group: group.num_done > 0, "before")
         work = asyncio.ensure_future(
             runtime.embed(TEXTS, request_id="mine", priority=Priority.BACKGROUND, timeout_s=300.0)
         )
