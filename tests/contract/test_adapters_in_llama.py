@@ -22,8 +22,8 @@ TOLERANCE = 1e-4
 """Logits reach 30; adding B A x to W x rounds otherwise than (W + B A) x."""
 ROUNDING = 2e-2
 """What a key, a value or a query may do that comes to lie on the other side of a rounding to bf16, as a last
-bit decides: few texts meet one (0 to 3 rows of 104, up to 2e-3), on each processor others. A scale wrong by a
-hundredth moves every row by 4e-2 and more, one wrong by a thousandth most rows by more than `TOLERANCE`."""
+bit decides: one row in eighty meets one, on each processor others, and one of 9,000 moved further than this.
+A scale wrong by a hundredth moves each row by 4e-2, one by a thousandth most by more than `TOLERANCE`."""
 BATCH_TOLERANCE = 5e-3
 """Products in f32 depend on the shape of the batch (docs/adr/0006)."""
 
@@ -125,7 +125,7 @@ def test_an_adapter_is_as_if_merged_into_the_weights(
     backend.condition(0, adapted(*pairs))
     found = rows_of_short_texts(backend)
     errors = np.abs(found - expected).max(axis=1)
-    assert np.quantile(errors, 0.75) < TOLERANCE
+    assert np.quantile(errors, 0.9) < TOLERANCE
     assert errors.max() < ROUNDING
     assert np.abs(found - plain).max(axis=1).min() > 1.0
 

@@ -31,7 +31,7 @@ sleep.BUS_SOCKET = pathlib.Path("/dev/null/none")
 os.environ.pop(sleep.BUS_VARIABLE, None)
 asyncio.run(sleep.SleepWatch(None).run())
 """
-SERVER = "import stoker.cli.commands.serve, stoker.cli.serve_screen, stoker.server.service"
+SERVER = "import stoker.cli.app, stoker.cli.commands.serve, stoker.cli.serve_screen, stoker.server.service"
 FRONT = {"fastapi", "starlette", "uvicorn", "httpx", "pydantic", "pydantic_settings", "typer", "rich"}
 SETTINGS = {"pydantic", "pydantic_settings", "typer"}
 RARE = {"PIL", "jinja2", "safetensors", "rich", "prompt_toolkit", "huggingface_hub"}

@@ -163,20 +163,19 @@ async def all_stand_still(runtime: Runtime) -> None:
 
 async def test_a_call_tells_how_far_it_is() -> None:
     """SPEC I4, Q14: class, deadline, place, what is done, and what that took."""
-    async with running("fake:encoder=1,step_delay_s=0.02") as runtime:
-        texts = [f"before {at}" for at in range(500)]
+    async with running("fake:encoder=1,step_delay_s=0.05") as runtime:
+        texts = [f"before {at}" for at in range(60)]
         before = asyncio.ensure_future(runtime.embed(texts, request_id="before"))
         await until(runtime, before, lambda group: group.num_done > 0, "before")
         work = asyncio.ensure_future(
-            runtime.embed(TEXTS, request_id="mine", priority=Priority.BACKGROUND, timeout_s=300.0)
+            runtime.embed(TEXTS[:40], request_id="mine", priority=Priority.BACKGROUND, timeout_s=300.0)
         )
         waits = await until(runtime, work, lambda group: group.position is not None)
-        assert (waits.state, waits.priority) == ("queued", Priority.BACKGROUND)
+        assert (waits.state, waits.priority, waits.num_done) == ("queued", Priority.BACKGROUND, 0)
         assert waits.deadline_s is not None
         assert 0 < waits.deadline_s < 300.0
         begun = await until(runtime, work, lambda group: group.num_done > 0)
         later = await until(runtime, work, lambda group: group.num_done > begun.num_done)
-        assert waits.num_done <= begun.num_done < later.num_done <= len(TEXTS)
         assert later.usage.prompt_tokens > begun.usage.prompt_tokens > 0
         assert later.timings.prefill_s + later.timings.queue_s > 0
         assert later.age_s > begun.age_s

@@ -36,6 +36,16 @@ def on_cards(*cards: str) -> list[Bench]:
     return found
 
 
+def runners_of(both: Iterable[Bench]) -> Runners:
+    """The two of them as one engine has them, `l` and `r`."""
+    left, right = both
+    runners = Runners(left.timer, left.runner.scheduler.allocator.cache)
+    for name, one in zip("lr", (left, right), strict=True):
+        one.runner.spec = msgspec.structs.replace(one.runner.spec, id=name)
+        runners.add(one.runner)
+    return runners
+
+
 @pytest.mark.parametrize(
     ("cards", "most"), [(("left", "right"), 2), (("left", "left"), 1), (("", "left"), 1), (("", ""), 1)]
 )
@@ -89,10 +99,8 @@ def test_models_on_devices_of_their_own_take_turns_whatever_theirs_take(
 ) -> None:
     """Q20: by time the one that was waited for came second twice, and its card stood still meanwhile."""
     both = on_cards(*cards)
-    runners = Runners(both[0].timer, both[0].runner.scheduler.allocator.cache)
-    for name, one in zip("lr", both, strict=True):
-        one.runner.spec = msgspec.structs.replace(one.runner.spec, id=name)
-        runners.add(one.runner)
+    runners = runners_of(both)
+    for one in both:
         one.submit("a")
     found = ""
     for _ in order:
@@ -110,10 +118,7 @@ def test_models_on_devices_of_their_own_take_turns_whatever_theirs_take(
 def test_who_had_the_machine_alone_for_long_shares_it_then() -> None:
     """SPEC Q13, Q20: one that came to a card had every turn for as long as the other had had it alone."""
     both = on_cards("left", "left")
-    runners = Runners(both[0].timer, both[0].runner.scheduler.allocator.cache)
-    for name, one in zip("lr", both, strict=True):
-        one.runner.spec = msgspec.structs.replace(one.runner.spec, id=name)
-        runners.add(one.runner)
+    runners = runners_of(both)
     found = ""
     for turn in range(80):
         if turn in {0, 40}:
@@ -137,11 +142,9 @@ class Apart:
         self.now = now = [0.0]
         self.both = on_cards("left", "right")
         monkeypatch.setattr(Stopwatch, "now", staticmethod(lambda: now[0]))
-        self.runners = Runners(self.both[0].timer, self.both[0].runner.scheduler.allocator.cache)
-        for name, one, steps_s in zip("lr", self.both, times, strict=True):
-            one.runner.spec = msgspec.structs.replace(one.runner.spec, id=name)
+        self.runners = runners_of(self.both)
+        for one, steps_s in zip(self.both, times, strict=True):
             monkeypatch.setattr(one.backend, "launch", taking(iter(steps_s), now, one.backend.launch))
-            self.runners.add(one.runner)
             one.submit("a", max_tokens=100)
 
     def turn(self, runner: ModelRunner | None) -> str:
@@ -227,17 +230,15 @@ def test_a_model_that_waits_for_a_crowd_begins_when_that_is_over(
 ) -> None:
     """SPEC Q22: not at the end of a long step of another; and on the same card it does not wait at all."""
     both = on_cards("left", cards)
-    runners = Runners(both[0].timer, both[0].runner.scheduler.allocator.cache)
-    for name, one in zip("lr", both, strict=True):
-        one.runner.spec = msgspec.structs.replace(one.runner.spec, id=name)
-        runners.add(one.runner)
+    runners = runners_of(both)
+    for one in both:
         one.submit("a")
     left, right = (one.runner for one in both)
     left.schedule(0.0)
     left.step(0.0)
     left.flight.due_s = due_s
     held = {"l": 0.0, "r": 0.012}
-    found = [runners.next_with_work(now, lambda runner, _: held[runner.spec.id]) for now in (0.0, 0.012)]
+    found = [runners.next_with_work(now, lambda runner: held[runner.spec.id]) for now in (0.0, 0.012)]
     if cards == "left":
         assert found[0] is not None
     else:

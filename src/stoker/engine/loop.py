@@ -159,7 +159,6 @@ class EngineLoop:
         self._is_clean = True
         self._warms = config.num_restarts == 0  # an engine that ended so would end again
         self._is_stepping = False
-        self._gathers_until_s: dict[str, float] = {}  # by model whose prompts wait for others
         self._tend_s = 0.0
         self._num_changes = 0
         self._num_turns = 0
@@ -275,8 +274,6 @@ class EngineLoop:
 
     def _step(self, now: float) -> None:
         """Give one model a turn; with nothing to compute, warm devices and store what is only in cells."""
-        if self._gathers_until_s:
-            self._forget_gatherings()
         runner = None if now < self._nap_until_s else self._runners.next_with_work(now, self._held_until_s)
         self._is_stepping = runner is not None
         if runner is not None:
@@ -301,19 +298,12 @@ class EngineLoop:
         """When there is time for what nobody waits for, if nothing comes."""
         return max(self._busy_s + REST_AFTER_S, self._nap_until_s)
 
-    def _held_until_s(self, runner: ModelRunner, now: float) -> float:
+    def _held_until_s(self, runner: ModelRunner) -> float:
         """Until when a step that would only begin prompts waits for those on their way; 0: it does not."""
         if not (runner.gathers and not runner.running and self._preparations.has_quick(runner.prep)):
-            self._gathers_until_s.pop(runner.spec.id, None)
             return 0.0
-        return self._gathers_until_s.setdefault(runner.spec.id, now + GATHER_S)
-
-    def _forget_gatherings(self) -> None:
-        """Those of models that have nothing to compute any more, or are gone."""
-        at_work = {runner.spec.id for runner in self._runners if runner.has_work}
-        self._gathers_until_s = {
-            model: until_s for model, until_s in self._gathers_until_s.items() if model in at_work
-        }
+        arrivals = (sequence.arrival_s for each in runner.queues for sequence in each.queue)
+        return min(arrivals, default=-GATHER_S) + GATHER_S
 
     def _cold(self) -> ModelRunner | None:
         """A model whose kernels may be warmed: nothing waits, runs, is loaded or held back."""
@@ -331,7 +321,8 @@ class EngineLoop:
         if self._runners.has_work:
             if now < self._nap_until_s:
                 return self._nap_until_s - now
-            return min((at_s - now for at_s in self._gathers_until_s.values() if at_s > now), default=0.0)
+            held = (self._held_until_s(runner) for runner in self._runners if runner.has_work)
+            return min((until_s - now for until_s in held if until_s > now), default=0.0)
         due = [
             self._jobs.next_deadline_s(),
             self._preparations.next_due_s(now),

@@ -44,7 +44,8 @@ class Flight:
 
     Attributes:
         place: the devices; empty: steps are computed in the loop, or partly by the CPU, which all share.
-        due_s: when it is probably over, by the engine's clock; 0: none is under way.
+        due_s: when it is to be asked for, by the engine's clock: when it is probably over, or at once where
+            steps of its size are not known; 0: none is under way.
     """
 
     place: Place = frozenset()

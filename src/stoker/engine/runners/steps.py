@@ -380,7 +380,7 @@ class StepRunner:
             self.flight.due_s = self._timer.now() + self._known_s(num_tokens)
 
     def _known_s(self, num_tokens: int) -> float:
-        """What such a step takes; 0: it is waited for, as of its size none or only a cold one was seen."""
+        """Seconds that such a step takes; 0 until two of its size were timed: those are waited for."""
         cost = self._scheduler.cost
         return (cost.predict(num_tokens) or 0.0) if cost.is_sure(num_tokens) else 0.0
 

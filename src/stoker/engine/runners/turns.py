@@ -35,11 +35,11 @@ PRICE_BESIDE_READERS = 1 / SHARE_OF_STEP
 """What a second of an encoder counts there: a full call as much as the step before it."""
 FOLLOW = 0.2
 
-HeldUntil: TypeAlias = "Callable[[ModelRunner, float], float]"
-"""Until when a model with work is to wait, by the engine's clock, which is given; in the past: it is not."""
+HeldUntil: TypeAlias = "Callable[[ModelRunner], float]"
+"""Until when a model with work is to wait, by the engine's clock; in the past: it is not."""
 
 
-def _not_held(_runner: ModelRunner, _now: float) -> float:
+def _not_held(_runner: ModelRunner) -> float:
     return 0.0
 
 
@@ -194,7 +194,7 @@ class Runners:
             return None
         if _are_apart(working):
             chosen = self._first_over(working, now, held_until_s)
-        elif len(working) == 1 and held_until_s(working[0], now) > now:
+        elif len(working) == 1 and held_until_s(working[0]) > now:
             chosen = None
         else:
             chosen = self._choose(working, now)
@@ -211,7 +211,7 @@ class Runners:
 
         None: it is held, and until then no other's is over.
         """
-        held = {runner.spec.id: held_until_s(runner, now) for runner in working}
+        held = {runner.spec.id: held_until_s(runner) for runner in working}
         chosen = min(
             working,
             key=lambda runner: (max(runner.flight.due_s, held[runner.spec.id]), not runner.has_people),
@@ -223,7 +223,7 @@ class Runners:
 
     def _only(self, runner: ModelRunner, now: float, held_until_s: HeldUntil) -> ModelRunner | None:
         """The only model, if it has work and is not held."""
-        if not runner.has_work or held_until_s(runner, now) > now:
+        if not runner.has_work or held_until_s(runner) > now:
             return None
         self._turns.alone(runner.spec.id)
         runner.allowance_s = None
