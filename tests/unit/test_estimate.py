@@ -12,10 +12,12 @@ import pytest
 from gguf_files import HEADS, SHARED_HEADS, WIDTH, TinyModel
 
 from stoker.errors import ModelFileError, UnsupportedError
-from stoker.ipc.model import ModelSpec
+from stoker.ipc.model import ModelSpec, PlacementSpec, SplitMode
 from stoker.models.gguf.header import read_header
+from stoker.models.memory_estimate import shares
 from stoker.models.memory_estimate.estimate import SPARE_SEQUENCES, estimator, estimator_of, num_sequences
 from stoker.models.memory_estimate.layers import read_layers
+from stoker.models.memory_estimate.shares import read_parts
 from tiny_models import CONTEXT_LENGTH, CONV, INNER, RWKV_WIDTH, STATE, TINY, WINDOW, write_bert
 
 if TYPE_CHECKING:
@@ -276,6 +278,45 @@ def test_what_a_cpu_lays_out_anew_is_counted_beside_the_file(
         embeddings = next(each.size_bytes for each in header.tensors if each.name == "token_embd.weight")
         expected = found["weights"] if is_tied else found["weights"] - embeddings
         assert found.get("repacked", 0) == (expected if is_repacked else 0)
+
+
+@pytest.mark.parametrize(
+    ("changes", "looks_up"),
+    [
+        ({}, True),
+        ({"gpu_layers": "all"}, True),
+        ({"device": ("ROCm0",)}, True),
+        ({"device": ("CUDA0", "CUDA1"), "split_mode": SplitMode.NONE}, True),
+        ({"device": ("CUDA0", "CUDA1"), "split_mode": SplitMode.LAYER}, False),
+        ({"gpu_layers": 1}, False),
+        ({"cpu_moe": 1}, False),
+        ({"device": ("Vulkan0",)}, False),
+        ({"device": ("none",)}, False),
+    ],
+)
+def test_embeddings_that_are_the_output_too_are_not_in_host_memory_a_second_time(
+    tmp_path: Path, changes: dict[str, Any], *, looks_up: bool
+) -> None:
+    """SPEC R1, R11: where one device has everything else, and reads rows of their type."""
+    header = with_types(TinyModel().write(tmp_path / "m.gguf"), "F16", is_tied=True)
+    size = next(each.size_bytes for each in header.tensors if each.name == "token_embd.weight")
+    placement = PlacementSpec(**{"device": ("CUDA0",)} | changes)
+    assert read_parts(header).common_bytes == size
+    assert shares.looks_up(read_parts(header), placement) is looks_up
+    held = shares.weights_by_device(read_parts(header), placement)
+    bare = shares.weights_by_device(replace(read_parts(header), common_bytes=0), placement)
+    assert bare[shares.HOST] - held[shares.HOST] == (size if looks_up else 0)
+    assert {device: part for device, part in held.items() if device} == {
+        device: part for device, part in bare.items() if device
+    }
+
+
+@pytest.mark.parametrize(("kind", "is_tied"), [("F16", False), ("IQ4_NL", True)])
+def test_other_embeddings_stay_in_host_memory(tmp_path: Path, kind: str, *, is_tied: bool) -> None:
+    """SPEC R11: a matrix of their own, which the device would need room for; types it may not look up."""
+    parts = read_parts(with_types(TinyModel().write(tmp_path / "m.gguf"), kind, is_tied=is_tied))
+    assert parts.common_bytes == 0
+    assert not shares.looks_up(parts, PlacementSpec(device=("CUDA0",)))
 
 
 def test_an_encoder_has_no_cells_and_a_row_for_every_token(tmp_path: Path) -> None:

@@ -538,6 +538,32 @@ def test_prompts_that_find_a_device_idle_wait_a_little_for_those_being_prepared(
     engine.loop.run()
 
 
+@pytest.mark.parametrize(("quiet_s", "gather_s"), [(10.0, 60.0), (60.0, 10.0)])
+def test_one_more_is_waited_for_after_the_last_and_not_for_ever(monkeypatch, quiet_s, gather_s):
+    """SPEC Q22: a server hands a crowd's requests on one by one; meanwhile none is being prepared."""
+    monkeypatch.setattr(loop, "QUIET_S", quiet_s)
+    monkeypatch.setattr(loop, "GATHER_S", gather_s)
+    engine = Engine("fake:eog_period=0,is_async=1")
+    runner = engine.loop._runners.find("m")
+    runner.gathers = True
+    plans, launch = [], runner.backend.launch
+    monkeypatch.setattr(runner.backend, "launch", lambda plan: plans.append(plan) or launch(plan))
+    for count, name in enumerate(("first", "second"), 1):
+        engine.submit(name, prompt=f"{name} one")
+        engine.until(lambda count=count: len(runner.scheduler.queue) == count)
+        assert not engine.loop._preparations.has_quick(runner.prep)
+        engine.loop.turn(0.0)
+        assert not plans
+    assert 0.0 < engine.loop._wait_s() <= 10.0
+    real_now = engine.loop._clock.now
+    monkeypatch.setattr(engine.loop._clock, "now", lambda: real_now() + 10.0)
+    engine.until(lambda: plans)
+    assert len(plans[0].items) == 2
+    engine.run("first", "second")
+    engine.inbox.put(Shutdown())
+    engine.loop.run()
+
+
 def test_prompts_that_wait_for_others_keep_no_other_model_waiting(monkeypatch):
     """SPEC Q22."""
     monkeypatch.setattr(loop, "GATHER_S", 60.0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import pairwise
 from typing import TYPE_CHECKING
 
 import pytest
@@ -107,7 +108,8 @@ def test_an_idle_turn_spends_more_and_none_is_spent_where_it_is_forbidden() -> N
     assert not budget.has_time
     assert not budget.take(0.001)
     budget.begin(100.0 + 1.01 * TARGET_S)
-    assert budget.take(0.03), "what was saved up before is not lost"
+    assert not budget.take(0.03), "the copies of one turn are the last ones for a while"
+    assert budget.take(0.98 * BUSY_SHARE * TARGET_S), "but for what was saved up since"
     budget.begin_idle()
     assert [budget.take(TARGET_S) for _ in range(IDLE_TARGETS + 1)] == [True] * IDLE_TARGETS + [False]
 
@@ -156,8 +158,21 @@ def test_nothing_is_tried_until_there_is_time_for_what_was_refused() -> None:
     while not budget.has_time:
         turns += 1
         budget.begin(100.0 + turns * TARGET_S)
-    assert 12 <= turns <= 13, "0.018 s, 1.5 ms a turn"
+    assert 18 <= turns <= 19, "0.028 s, 1.5 ms a turn"
     assert budget.take(0.028)
+
+
+def test_copies_of_one_turn_are_the_last_ones_for_a_while() -> None:
+    """SPEC C16: savings do not become a copy in each of many turns, for all of which readers wait."""
+    budget, made_s = saved_up(), []
+    for turn in range(1, 401):
+        now = 100.0 + turn * 0.005
+        budget.begin(now)
+        if budget.has_time and budget.take(0.006):
+            made_s.append(now)
+    gaps = [after - before for before, after in pairwise(made_s)]
+    assert len(made_s) == pytest.approx(1 + 2.0 * BUSY_SHARE / 0.006, abs=1)
+    assert min(gaps) >= 0.99 * 0.006 / BUSY_SHARE
 
 
 def test_what_there_was_no_time_for_is_stored_when_nobody_waits() -> None:

@@ -98,6 +98,28 @@ def test_wherever_it_fits_is_all_layers_and_no_device_is_none(path: Path, params
     assert [(given.n_gpu_layers, pointers(given)) for given in others] == [(0, [])] * 3
 
 
+def buffer_type() -> int:
+    """The library's own pointer to the memory of the device that stands for cards."""
+    function = llama._lib.ggml_backend_dev_buffer_type
+    function.restype, function.argtypes = ctypes.c_void_p, [ctypes.c_void_p]
+    return int(function(cpu_device()))
+
+
+def test_a_device_that_has_every_layer_looks_up_embeddings(tmp_path: Path, params: list[Any]) -> None:
+    """SPEC R11: in its output matrix, where that is theirs; then the host has no part in a step."""
+    tied = write_llama(tmp_path / "tied.gguf", is_tied=True)
+    apart = write_llama(tmp_path / "apart.gguf")
+    for file, place in ((tied, {}), (apart, {}), (tied, {"gpu_layers": 1}), (tied, {"device": ("none",)})):
+        asked = PlacementSpec(**{"device": ("CUDA0",)} | place)
+        spec = ModelSpec(id="m", path=str(file), n_ctx=256, placement=asked)
+        backend._put_together(spec, read_header(file), ModelOptions(path=file, placement=asked)).close()
+    looked_up = [bool(given.tensor_buft_overrides) for given in params]
+    assert looked_up == [True, False, False, False]
+    override = ctypes.cast(params[0].tensor_buft_overrides, ctypes.POINTER(placement._BufferOverride))
+    assert (override[0].pattern, override[0].buffer_type) == (rb"^token_embd\.weight$", buffer_type())
+    assert override[1].pattern is None
+
+
 @pytest.mark.usefixtures("params")
 @pytest.mark.parametrize(
     ("place", "num_threads", "are_few"),

@@ -58,18 +58,22 @@ class MoveBudget:
         self._target_s = target_s
         self._compute_s = compute_s
         self._saved_s = self._left_s = self._wanted_s = 0.0
-        self._at_s, self._forbidden_s = math.inf, -math.inf
+        self._at_s, self._forbidden_s, self._copied_s = math.inf, -math.inf, -math.inf
         self.num_refused_total = 0
 
     def __repr__(self) -> str:
         return f"<MoveBudget {self._left_s * 1000:.1f} ms left, {self.num_refused_total} refused>"
 
     def begin(self, now: float) -> None:
-        """A turn begins that may spend what was saved up since the last copies, while there were turns."""
+        """A turn begins that may spend what was saved up while there were turns.
+
+        Right after copies it is what was saved up since: savings do not become a copy in each of many turns.
+        """
         passed_s = min(max(0.0, now - self._at_s), self._target_s)  # a crowd that comes at last does not wait
         self._saved_s = min(self._target_s, self._saved_s + BUSY_SHARE * passed_s)
         has_begun = now - self._forbidden_s < self._target_s and self._saved_s < self._target_s
-        self._left_s, self._at_s = 0.0 if has_begun else self._saved_s, now
+        since_s = BUSY_SHARE * (now - self._copied_s)
+        self._left_s, self._at_s = 0.0 if has_begun else min(self._saved_s, since_s), now
 
     def begin_idle(self) -> None:
         """A turn begins that only an arrival would wait for."""
@@ -106,6 +110,7 @@ class MoveBudget:
             return False
         self._left_s -= cost_s
         self._saved_s = max(0.0, self._saved_s - cost_s)
+        self._copied_s = self._at_s
         self._wanted_s = 0.0
         return True
 

@@ -40,6 +40,7 @@ class ModelOptions:
         use_extra_bufts: let the CPU repack weights for its special instructions; see `smoke`.
         offloads: use accelerators, as far as there are any and the placement names them.
         placement: where it lies; devices that are not there are left out.
+        looks_up: the device that has every layer has the embeddings too, which are its output matrix.
         token_s: what a token takes so, as a trial has measured it; 0: it was not measured.
         repeatable_cost: how much longer a step over bf16 keys takes, as a fraction; None: not measured.
         on_progress: told the fraction loaded, 0 to 1, on the loading thread; what it raises ends the load.
@@ -49,6 +50,7 @@ class ModelOptions:
     use_extra_bufts: bool = True
     offloads: bool = True
     placement: PlacementSpec = ANYWHERE
+    looks_up: bool = False
     token_s: float = 0.0
     repeatable_cost: float | None = None
     on_progress: Callable[[float], None] | None = None
@@ -163,7 +165,7 @@ class LlamaModel:
         # beside devices it is not said tensor by tensor what the CPU may lay out anew
         keeps_all = options.placement.streams_experts and bool(self.devices)
         params.use_extra_bufts = options.use_extra_bufts and not keeps_all
-        place = NativePlacement(options.placement, self.devices)
+        place = NativePlacement(options.placement, self.devices, looks_up=options.looks_up)
         place.apply(params)
         params.progress_callback = progress.native
         with capture_log() as lines:

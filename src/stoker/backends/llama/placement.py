@@ -13,7 +13,7 @@ from stoker.backends.llama.binding import llama, native_device
 from stoker.ipc.model import SplitMode
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
     from stoker.backends.device import Device
     from stoker.ipc.model import PlacementSpec
@@ -22,6 +22,7 @@ _ALL_LAYERS = -1
 _SPLIT_MODES = {SplitMode.NONE: 0, SplitMode.LAYER: 1, SplitMode.ROW: 2}  # enum llama_split_mode
 _MAPPED_WHERE_IT_CAN, _READ_WHOLE = -1, 0  # enum llama_load_mode
 _EXPERTS = r"blk\.({})\.ffn_(up|down|gate|gate_up)_(ch|)exps"
+_EMBEDDINGS = rb"^token_embd\.weight$"
 
 
 class _BufferOverride(ctypes.Structure):
@@ -36,17 +37,18 @@ class NativePlacement:
     Args:
         placement: concrete, or "auto" for all layers.
         devices: those it names, in its order; none: everything lies in host memory.
+        looks_up: the only device that is used has the embeddings too, which are its output matrix.
     """
 
-    def __init__(self, placement: PlacementSpec, devices: Sequence[Device]) -> None:
+    def __init__(
+        self, placement: PlacementSpec, devices: Sequence[Device], *, looks_up: bool = False
+    ) -> None:
         self._placement = placement
         self._devices = tuple(devices)
         handles = [native_device(device) for device in self._devices]
         self._handles = (ctypes.c_void_p * (len(handles) + 1))(*handles, None)
         self._parts = (ctypes.c_float * max(llama.llama_max_devices(), len(handles)))(*self._shares())
-        layers = r"\d+" if self._maps_experts else "|".join(map(str, range(placement.cpu_moe or 0)))
-        pattern = _EXPERTS.format(layers).encode()
-        self._overrides = (_BufferOverride * 2)(_BufferOverride(pattern, _cpu_buffer_type()))
+        self._overrides = (_BufferOverride * 2)(*self._moved(handles, looks_up=looks_up))
 
     def __repr__(self) -> str:
         return f"<NativePlacement {self._placement} on {[device.id for device in self._devices]}>"
@@ -62,8 +64,17 @@ class NativePlacement:
         params.load_mode = _MAPPED_WHERE_IT_CAN if placement.mmap else _READ_WHOLE
         if placement.tensor_split:
             params.tensor_split = self._parts
-        if self._maps_experts or (placement.cpu_moe and self._devices):
+        if self._overrides[0].pattern:
             params.tensor_buft_overrides = ctypes.cast(self._overrides, ctypes.c_void_p)
+
+    def _moved(self, handles: Sequence[int], *, looks_up: bool) -> Iterator[_BufferOverride]:
+        """What lies elsewhere than the library would put it."""
+        placement = self._placement
+        if self._maps_experts or (placement.cpu_moe and handles):
+            layers = r"\d+" if self._maps_experts else "|".join(map(str, range(placement.cpu_moe or 0)))
+            yield _BufferOverride(_EXPERTS.format(layers).encode(), _cpu_buffer_type())
+        elif looks_up and handles:
+            yield _BufferOverride(_EMBEDDINGS, _buffer_type(handles[placement.main_gpu or 0]))
 
     @property
     def _maps_experts(self) -> bool:
@@ -74,6 +85,12 @@ class NativePlacement:
         """Small numbers: bytes would not be exact as floats."""
         total = sum(self._placement.tensor_split)
         return tuple(part / total for part in self._placement.tensor_split[: len(self._devices)])
+
+
+def _buffer_type(device: int) -> int:
+    function = llama._lib.ggml_backend_dev_buffer_type  # noqa: SLF001 - as below
+    function.restype, function.argtypes = ctypes.c_void_p, [ctypes.c_void_p]
+    return int(function(device))
 
 
 def _cpu_buffer_type() -> int:

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import sys
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -341,7 +342,7 @@ async def while_connected(work: Coroutine[Any, Any, T], receive: Receive) -> T:
     Raises:
         ClientGoneError: the client left first.
     """
-    working = asyncio.ensure_future(work)
+    working = _begun(work)
     leaving = asyncio.ensure_future(_disconnect(receive))
     try:
         await asyncio.wait((working, leaving), return_when=asyncio.FIRST_COMPLETED)
@@ -352,6 +353,16 @@ async def while_connected(work: Coroutine[Any, Any, T], receive: Receive) -> T:
         working.cancel()
         leaving.cancel()
         await asyncio.gather(working, leaving, return_exceptions=True)
+
+
+def _begun(work: Coroutine[Any, Any, T]) -> asyncio.Future[T]:
+    """A task that has begun, where Python begins tasks at once (3.12).
+
+    Of a crowd each request reaches the engine as it is read, and not when all have been.
+    """
+    if sys.version_info >= (3, 12):
+        return asyncio.Task(work, loop=asyncio.get_running_loop(), eager_start=True)
+    return asyncio.ensure_future(work)
 
 
 async def _disconnect(receive: Receive) -> None:
