@@ -12,7 +12,7 @@ from stoker.errors import InvalidRequestError, StepFailedError
 from stoker.ipc.request import Sampling
 from stoker.sampling.logit_edits import EarlyEndBan, LogitBias, RepeatPenalty
 from stoker.sampling.sampler import Sampler, Stream, pick, probabilities, uniform
-from stoker.sampling.together import draw_rows, draw_together
+from stoker.sampling.together import draw_rows, draw_together, plain_samplers
 from stoker.sampling.truncation import Workspace, largest
 
 NUM_VOCAB = 2000
@@ -118,6 +118,44 @@ def test_samplers_of_every_kind_draw_together():
     samplers = [_sampler(kind, seed) for seed, kind in enumerate(kinds[:60])]
     expected = [sampler.draw(row.copy()) for sampler, row in zip(samplers, rows, strict=True)]
     assert draw_together(samplers, _best(rows), WORKSPACE) == expected
+
+
+PLAIN = ("defaults", "hot", "top k alone", "one", "cold")
+
+
+def test_samplers_that_stay_the_same_draw_the_same_step_after_step():
+    """D1, B6: what is kept of them between steps is what stays; every step has numbers of its own."""
+    samplers = [_sampler(PLAIN[seed % len(PLAIN)], seed) for seed in range(30)]
+    plain = plain_samplers(samplers)
+    for step in range(6):
+        best = _best(_rows(30, seed=20 + step))
+        expected = draw_together(samplers, best, WORKSPACE)
+        assert plain.draw(best, WORKSPACE) == expected
+        for sampler, token in zip(samplers, expected, strict=True):
+            sampler.accept(token)
+
+
+def test_ties_and_rows_that_are_no_numbers_are_seen_in_samplers_that_stay_the_same():
+    """B6, Q12: ties count by lower id; what is wrong with a row is found out row by row."""
+    samplers = [_sampler("defaults", seed) for seed in range(40)]
+    rows = np.round(_rows(40, seed=7) * 8.0) / np.float32(8.0)
+    plain = plain_samplers(samplers)
+    assert plain.draw(_best(rows), WORKSPACE) == draw_together(samplers, _best(rows), WORKSPACE)
+    rows[7, 3] = np.nan
+    assert plain.draw(_best(rows), WORKSPACE) is None
+
+
+@pytest.mark.parametrize("kind", sorted(set(KINDS) - set(PLAIN)))
+def test_other_ways_to_draw_are_not_taken_for_plain_ones(kind):
+    """D1: one among them is enough, and so is an edit that comes later."""
+    samplers = [_sampler("defaults", seed) for seed in range(4)]
+    assert plain_samplers(samplers)
+    assert plain_samplers([*samplers, _sampler(kind, 4)]) is None
+    assert plain_samplers(samplers[:1]) is None, "one by itself is quicker"
+    assert plain_samplers([*samplers, _sampler("defaults", 4, [LogitBias({5: -1.0}, NUM_VOCAB)])]) is None
+    plain = plain_samplers(samplers)
+    samplers[2].add_edit(LogitBias({5: -1.0}, NUM_VOCAB))
+    assert plain.draw(_best(_rows(4)), WORKSPACE) is None
 
 
 def test_the_draw_is_what_the_native_chain_over_the_vocabulary_gives():

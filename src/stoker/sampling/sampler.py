@@ -203,7 +203,7 @@ class Sampler:
         truncation = self._truncation
         if truncation is None or truncation.is_typical or self._xtc or self._sampling.dynatemp_range > 0.0:
             return None
-        return PlainDraw(truncation, self._temperature, self._token_uniform())
+        return PlainDraw(truncation, self._temperature, self.token_uniform())
 
     @property
     def mirostat_mu(self) -> float | None:
@@ -228,7 +228,7 @@ class Sampler:
         if self._temperature == 0.0:
             return best
         if self._mirostat is not None:
-            return self._mirostat.draw(row, self._token_uniform())
+            return self._mirostat.draw(row, self.token_uniform())
         assert self._truncation is not None
         return self._draw_cut(*self._truncation.apply(row))
 
@@ -269,7 +269,8 @@ class Sampler:
         if self._truncation is not None:
             self._truncation.close()
 
-    def _token_uniform(self) -> float:
+    def token_uniform(self) -> float:
+        """The uniform number that its next token is drawn by."""
         if self._u is None:
             self._u = self._uniform(Stream.TOKEN)
         return self._u
@@ -282,7 +283,7 @@ class Sampler:
         if self._xtc is not None:
             ids, logits = self._xtc.apply(ids, logits, self._uniform(Stream.XTC))
         temperature = dynamic_temperature(logits, self._sampling)
-        return int(ids[pick(weights(logits, temperature), self._token_uniform())])
+        return int(ids[pick(weights(logits, temperature), self.token_uniform())])
 
     def _no_peak(self, peak: float) -> StokerError:
         if peak == -math.inf and self._edits:

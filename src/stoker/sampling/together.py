@@ -84,6 +84,64 @@ def draw_together(
     return [token for token in tokens if token is not None]
 
 
+class PlainRows:
+    """What draws by truncation and temperature alone have of their samplers, which stays from step to step.
+
+    Args:
+        draws: one a row.
+    """
+
+    def __init__(self, draws: Sequence[PlainDraw]) -> None:
+        self._chains = [draw.truncation.address for draw in draws]
+        self._top_ks = [draw.truncation.top_k for draw in draws]
+        self._width = max(self._top_ks)
+        self._temperatures = np.array([[draw.temperature] for draw in draws])
+        self._places = np.arange(len(draws))
+
+    def __repr__(self) -> str:
+        return f"<PlainRows of {len(self._chains)}, {self._width} candidates>"
+
+    def drawn(self, found: Candidates, us: Sequence[float], workspace: Workspace) -> list[int]:
+        """A token a row, of candidates in order, by their uniform numbers."""
+        most, width, top_ks = found.ids.shape[1], self._width, self._top_ks
+        if most < width:
+            top_ks = [min(top_k, most) for top_k in top_ks]
+        found = Candidates(found.ids[:, :width], found.logits[:, :width])
+        sizes = workspace.truncate_rows(self._chains, found, top_ks)
+        left = by_id(workspace.kept, sizes)
+        picked = pick_rows(weights(left.logits, self._temperatures), np.array(us))
+        tokens: list[int] = left.ids[self._places, picked].tolist()
+        return tokens
+
+
+class PlainSamplers:
+    """Samplers of several rows, of each of which nothing but truncation and temperature makes the draw."""
+
+    def __init__(self, samplers: Sequence[Sampler], draws: Sequence[PlainDraw]) -> None:
+        self._samplers = list(samplers)
+        self._rows = PlainRows(draws)
+
+    def __repr__(self) -> str:
+        return f"<PlainSamplers {self._rows!r}>"
+
+    def draw(self, found: Candidates, workspace: Workspace) -> list[int] | None:
+        """As `draw_together`; None: a row is to be looked at by itself."""
+        for sampler in self._samplers:
+            if sampler.edits_logits:  # since this was made
+                return None
+        if not np.isfinite(found.logits[:, 0]).all():
+            return None
+        us = [sampler.token_uniform() for sampler in self._samplers]
+        return self._rows.drawn(in_order(found), us, workspace)
+
+
+def plain_samplers(samplers: Sequence[Sampler]) -> PlainSamplers | None:
+    """These, where each draws so; None: one does not, or there is one alone, which is quicker by itself."""
+    draws = [None if sampler.edits_logits else sampler.plain_draw for sampler in samplers]
+    plain = [draw for draw in draws if draw is not None and draw.truncation.top_k]
+    return PlainSamplers(samplers, plain) if 1 < len(plain) == len(samplers) else None
+
+
 def _clearly_best(samplers: Sequence[Sampler], found: Candidates) -> list[int | StokerError | None]:
     """The best of each row that is drawn greedily, alone at the top and not lowered; None: look closer."""
     if found.logits.shape[1] == 1 or not any(sampler.is_greedy for sampler in samplers):
@@ -118,7 +176,8 @@ def _drawn_from(
     if plain:
         rows = [at for at, _ in plain]
         own = found if len(rows) == len(samplers) else found[np.array(rows)]
-        drawn = _drawn([draw for _, draw in plain], own, workspace)
+        draws = [draw for _, draw in plain]
+        drawn = PlainRows(draws).drawn(own, [draw.u for draw in draws], workspace)
         for at, token in zip(rows, drawn, strict=True):
             tokens[at] = token
     return tokens
@@ -162,17 +221,3 @@ def _have_any(ids: npt.NDArray[np.int32], tokens: frozenset[int]) -> npt.NDArray
             is_one |= ids == token
     found: npt.NDArray[np.bool_] = np.logical_or.reduce(is_one, axis=1)
     return found
-
-
-def _drawn(draws: Sequence[PlainDraw], found: Candidates, workspace: Workspace) -> list[int]:
-    """A token a row, of candidates in order."""
-    most = found.ids.shape[1]
-    top_ks = [min(draw.truncation.top_k, most) for draw in draws]
-    width = max(top_ks)
-    found = Candidates(found.ids[:, :width], found.logits[:, :width])
-    sizes = workspace.truncate_rows([draw.truncation.address for draw in draws], found, top_ks)
-    left = by_id(workspace.kept, sizes)
-    chances = weights(left.logits, np.array([[draw.temperature] for draw in draws]))
-    picked = pick_rows(chances, np.array([draw.u for draw in draws]))
-    drawn: list[int] = left.ids[np.arange(len(draws)), picked].tolist()
-    return drawn

@@ -19,7 +19,7 @@ from stoker.ipc.request import FinishReason
 from stoker.ipc.usage import TokenLogprob
 from stoker.kv.sequence import SequenceState
 from stoker.sampling.logprobs import token_logprob
-from stoker.sampling.together import draw_rows, draw_together
+from stoker.sampling.together import PlainSamplers, draw_rows, draw_together, plain_samplers
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -44,7 +44,13 @@ class _Writers:
 
     parts: tuple[tuple[Job, Sequence, Generation], ...]
     samplers: list[Sampler]
+    plain: PlainSamplers | None
     workspace: Workspace
+
+    def draw(self, found: Candidates) -> SequenceOf[int | StokerError]:
+        """The next token of each."""
+        drawn = None if self.plain is None else self.plain.draw(found, self.workspace)
+        return draw_together(self.samplers, found, self.workspace) if drawn is None else drawn
 
     def are_of(self, plan: StepPlan) -> bool:
         """Whether a step has these rows, in this order."""
@@ -131,7 +137,7 @@ class Postprocess:
         writers = self._writers
         assert writers is not None, "nothing was foreseen"
         tokens: list[int] = []
-        drawn = draw_together(writers.samplers, in_flight.candidates(), writers.workspace)
+        drawn = writers.draw(in_flight.candidates())
         for (_, sequence, generation), token in zip(writers.parts, drawn, strict=True):
             is_full = len(sequence.tokens) + 1 >= self._n_ctx
             if isinstance(token, StokerError) or is_full or generation.is_last(token):
@@ -147,7 +153,8 @@ class Postprocess:
         sequences = [part.sequence for part in plan.parts]
         jobs = [self._jobs[sequence.key.request_id] for sequence in sequences]
         parts = tuple(zip(jobs, sequences, generations, strict=True))
-        return _Writers(parts, [each.sampler for each in generations], generations[0].workspace)
+        samplers = [each.sampler for each in generations]
+        return _Writers(parts, samplers, plain_samplers(samplers), generations[0].workspace)
 
     def take(self, tokens: SequenceOf[int]) -> None:
         """The tokens that `certain_tokens` has found are their sequences' next; `deliver` follows."""
