@@ -270,3 +270,18 @@ def test_a_state_that_is_not_copied_costs_its_sequence_time_and_no_token() -> No
         run(machine, prompt(1, 500), prompt(2, 500), prompt(3, 500), prompt(1, 500))
         texts.append([sequence.tokens for sequence in machine.sequences])
     assert texts[0] == texts[1]
+
+
+def test_what_is_not_worth_storing_takes_one_turn_for_all() -> None:
+    """SPEC C16: beside readers each turn that looks at idle streams goes the longer way."""
+    machine = machine_of(CardBackend(), has_streams=True, num_slots=4, num_cells=4 * 4096)
+    allocator, seen = machine.scheduler.allocator, []
+    for number in range(4):
+        machine.enter_prompt(prompt(number, 8))
+    while machine.scheduler.has_work:
+        machine.step()
+    machine.enter_prompt(prompt(9, 64))
+    while machine.scheduler.has_work and len(seen) < 400:
+        machine.step()
+        seen.append(len([1 for slot in allocator.slots.slots if slot.kept and not slot.is_store_decided]))
+    assert set(seen[:-1]) == {3, 0}, "with its end there is one more"

@@ -371,9 +371,12 @@ class KVAllocator:
         self.is_trim_due = False
 
     def _store_ahead(self, ops: list[KVOp]) -> None:
-        """Store what one idle slot keeps while no slot is empty: the next to come takes its place."""
-        is_full = all(slot.kept for slot in self.slots.slots if slot.is_idle)
-        if is_full and self.moves.has_time:
+        """Store what one idle slot keeps while no slot is empty: the next to come takes its place.
+
+        What is not worth it takes no time, and no turn of its own.
+        """
+        is_full, num_ops = all(slot.kept for slot in self.slots.slots if slot.is_idle), len(ops)
+        while is_full and len(ops) == num_ops and self.moves.has_time and self.has_unstored:
             self.store_kept(ops)
         self.is_trim_due = is_full and self.has_unstored
 
