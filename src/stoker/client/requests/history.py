@@ -233,7 +233,7 @@ class RequestHistory:
                 self._held_moves(event, record, now)
             return
         record.meter.ended_s = now
-        reason = event.error.code if isinstance(event, Failed) else record.status(now).finish_reason or ""
+        reason = event.error.code if isinstance(event, Failed) else record.finish_reason or ""
         record.moves.all_move(ShownState.ENDED, record.meter.at(now), reason)
         if record.group is None:
             self._keep_text(record)

@@ -241,7 +241,11 @@ class RequestMeter:
 
     def longest_wait(self, now: float) -> tuple[float, str]:
         """How long it waited for what it waited for longest, and what that was; empty: nothing much."""
-        waited_s, wait = max(((self.waited_s(wait, now), wait) for wait in Wait), key=lambda found: found[0])
+        waits_s = dict(self._waits_s)
+        if self._waits_for is not None:
+            waits_s[self._waits_for] = self.waited_s(self._waits_for, now)
+        wait = max(waits_s, key=waits_s.__getitem__, default=Wait.QUEUE)
+        waited_s = waits_s.get(wait, 0.0)
         if waited_s < MIN_TOLD_WAIT_S:
             return waited_s, ""
         if wait is Wait.QUEUE and self._num_before:

@@ -235,7 +235,6 @@ class RequestRecord:
         usage = end.usage if isinstance(end, Finished) else Usage()
         num_generated = max(usage.completion_tokens, self.num_generated)
         parked_s, decode_s = meter.waited_s(Wait.PARKED, now), meter.decode_s(now)
-        reasons = dict.fromkeys(deltas[-1].finish_reason for _, deltas in sorted(self.choices.items()))
         return RequestStatus(
             request_id=self.request_id,
             owner=self.owner,
@@ -255,7 +254,7 @@ class RequestRecord:
             num_parks=meter.num_parks,
             parked_s=parked_s,
             waited_for=meter.longest_wait(now)[1],
-            finish_reason=", ".join(reason for reason in reasons if reason) or None,
+            finish_reason=self.finish_reason,
             error=end.error if isinstance(end, Failed) else None,
             state=self._shown_state,
             processed_tokens=meter.processed_tokens,
@@ -271,6 +270,12 @@ class RequestRecord:
             moves=self.moves.listed,
             num_moves=self.moves.num_moves,
         )
+
+    @property
+    def finish_reason(self) -> str | None:
+        """Why its choices ended, each reason once; None: none has."""
+        reasons = dict.fromkeys(deltas[-1].finish_reason for _, deltas in sorted(self.choices.items()))
+        return ", ".join(reason for reason in reasons if reason) or None
 
     @property
     def _waits_for(self) -> str:

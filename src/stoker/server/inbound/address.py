@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import ipaddress
+from functools import lru_cache
 
 
+@lru_cache(maxsize=256)
 def is_loopback(address: str) -> bool:
     """Whether an IP address, also an IPv4 one written as IPv6, is the machine's own loopback."""
     try:

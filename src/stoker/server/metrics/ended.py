@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from prometheus_client import CollectorRegistry, Counter, Histogram
 
@@ -45,6 +45,7 @@ class EndedMetrics:
 
     def __init__(self, registry: CollectorRegistry, labels: ModelLabels | None = None) -> None:
         self._model_labels = labels or ModelLabels()
+        self._children: dict[tuple[Any, tuple[str, ...]], Any] = {}
         self._ended = Counter(
             "stoker:ended_requests",
             "Requests, or calls of several, by model, class, kind and outcome.",
@@ -88,17 +89,25 @@ class EndedMetrics:
         """Count one that has ended."""
         labels = (self._model_labels.label(end.model), str(end.priority))
         outcome = end.error.code if end.error else end.finish_reason or OTHER
-        self._ended.labels(*labels, end.kind, outcome.partition(",")[0]).inc()
-        self._tokens.labels(*labels, "prompt").inc(end.prompt_tokens)
-        self._tokens.labels(*labels, "cached").inc(end.cached_tokens)
-        self._tokens.labels(*labels, "generated").inc(end.completion_tokens)
-        self._parks.labels(*labels).inc(end.num_parks)
-        self._parked.labels(*labels).inc(end.parked_s)
-        self._waits.labels(*labels).observe(end.queue_s)
+        of = self._child
+        of(self._ended, *labels, end.kind, outcome.partition(",")[0]).inc()
+        of(self._tokens, *labels, "prompt").inc(end.prompt_tokens)
+        of(self._tokens, *labels, "cached").inc(end.cached_tokens)
+        of(self._tokens, *labels, "generated").inc(end.completion_tokens)
+        of(self._parks, *labels).inc(end.num_parks)
+        of(self._parked, *labels).inc(end.parked_s)
+        of(self._waits, *labels).observe(end.queue_s)
         if end.first_token_s is not None:
-            self._first_tokens.labels(*labels).observe(end.first_token_s)
-        self._durations.labels(*labels).observe(end.end_to_end_s)
-        self._restarts.labels(*labels).inc(end.num_restarts)
+            of(self._first_tokens, *labels).observe(end.first_token_s)
+        of(self._durations, *labels).observe(end.end_to_end_s)
+        of(self._restarts, *labels).inc(end.num_restarts)
         for each in intervals(end.moves, end.arrived_at + end.end_to_end_s):
             if each.length_s > 0:
-                self._states.labels(*labels, each.move.state).inc(each.length_s)
+                of(self._states, *labels, each.move.state).inc(each.length_s)
+
+    def _child(self, metric: Any, *labels: str) -> Any:
+        """`metric.labels(*labels)`, kept: to find it there takes longer than to count."""
+        found = self._children.get((metric, labels))
+        if found is None:
+            found = self._children[metric, labels] = metric.labels(*labels)
+        return found
