@@ -147,15 +147,23 @@ def test_ties_and_rows_that_are_no_numbers_are_seen_in_samplers_that_stay_the_sa
 
 @pytest.mark.parametrize("kind", sorted(set(KINDS) - set(PLAIN)))
 def test_other_ways_to_draw_are_not_taken_for_plain_ones(kind):
-    """D1: one among them is enough, and so is an edit that comes later."""
+    """D1: one among them is enough."""
     samplers = [_sampler("defaults", seed) for seed in range(4)]
     assert plain_samplers(samplers)
     assert plain_samplers([*samplers, _sampler(kind, 4)]) is None
     assert plain_samplers(samplers[:1]) is None, "one by itself is quicker"
     assert plain_samplers([*samplers, _sampler("defaults", 4, [LogitBias({5: -1.0}, NUM_VOCAB)])]) is None
+    by_sigma = Sampler(Sampling(seed=4, top_n_sigma=1.0), 0, [], WORKSPACE)
+    assert plain_samplers([*samplers, by_sigma]) is None, "it needs the whole row"
+
+
+def test_what_was_closed_is_not_drawn_from():
+    """D1: an assertion, and no native memory that was freed."""
+    samplers = [_sampler("defaults", seed) for seed in range(3)]
     plain = plain_samplers(samplers)
-    samplers[2].add_edit(LogitBias({5: -1.0}, NUM_VOCAB))
-    assert plain.draw(_best(_rows(4)), WORKSPACE) is None
+    samplers[1].close()
+    with pytest.raises(AssertionError, match="after close"):
+        plain.draw(_best(_rows(3)), WORKSPACE)
 
 
 def test_the_draw_is_what_the_native_chain_over_the_vocabulary_gives():

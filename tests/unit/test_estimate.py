@@ -281,42 +281,47 @@ def test_what_a_cpu_lays_out_anew_is_counted_beside_the_file(
 
 
 @pytest.mark.parametrize(
-    ("changes", "looks_up"),
+    ("changes", "device"),
     [
-        ({}, True),
-        ({"gpu_layers": "all"}, True),
-        ({"device": ("ROCm0",)}, True),
-        ({"device": ("CUDA0", "CUDA1"), "split_mode": SplitMode.NONE}, True),
-        ({"device": ("CUDA0", "CUDA1"), "split_mode": SplitMode.LAYER}, False),
-        ({"gpu_layers": 1}, False),
-        ({"cpu_moe": 1}, False),
-        ({"device": ("Vulkan0",)}, False),
-        ({"device": ("none",)}, False),
+        ({}, "CUDA0"),
+        ({"gpu_layers": "all"}, "CUDA0"),
+        ({"device": ("ROCm0",)}, "ROCm0"),
+        ({"device": ("CUDA0", "CUDA1"), "split_mode": SplitMode.NONE, "main_gpu": 1}, "CUDA1"),
+        ({"device": ("CUDA0", "CUDA1"), "tensor_split": (0.0, 1.0), "main_gpu": 0}, "CUDA1"),
+        ({"device": ("CUDA0", "CUDA1"), "split_mode": SplitMode.LAYER}, ""),
+        ({"gpu_layers": 1}, ""),
+        ({"cpu_moe": 1}, ""),
+        ({"device": ("Vulkan0",)}, ""),
+        ({"device": ("none",)}, ""),
     ],
 )
-def test_embeddings_that_are_the_output_too_are_not_in_host_memory_a_second_time(
-    tmp_path: Path, changes: dict[str, Any], *, looks_up: bool
+def test_tied_embeddings_are_not_in_host_memory_where_a_device_has_all_else(
+    tmp_path: Path, changes: dict[str, Any], device: str
 ) -> None:
-    """SPEC R1, R11: where one device has everything else, and reads rows of their type."""
+    """SPEC R1, R11: and the device holds no more than without them."""
     header = with_types(TinyModel().write(tmp_path / "m.gguf"), "F16", is_tied=True)
     size = next(each.size_bytes for each in header.tensors if each.name == "token_embd.weight")
-    placement = PlacementSpec(**{"device": ("CUDA0",)} | changes)
-    assert read_parts(header).common_bytes == size
-    assert shares.looks_up(read_parts(header), placement) is looks_up
-    held = shares.weights_by_device(read_parts(header), placement)
-    bare = shares.weights_by_device(replace(read_parts(header), common_bytes=0), placement)
-    assert bare[shares.HOST] - held[shares.HOST] == (size if looks_up else 0)
-    assert {device: part for device, part in held.items() if device} == {
-        device: part for device, part in bare.items() if device
-    }
+    placement, parts = PlacementSpec(**{"device": ("CUDA0",)} | changes), read_parts(header)
+    assert parts.tied_bytes == size
+    assert shares.device_of_tied(parts, placement) == device
+    held = shares.weights_by_device(parts, placement)
+    bare = shares.weights_by_device(replace(parts, tied_bytes=0), placement)
+    assert bare.pop(shares.HOST) - held.pop(shares.HOST) == (size if device else 0)
+    assert held == bare
 
 
-@pytest.mark.parametrize(("kind", "is_tied"), [("F16", False), ("IQ4_NL", True)])
-def test_other_embeddings_stay_in_host_memory(tmp_path: Path, kind: str, *, is_tied: bool) -> None:
-    """SPEC R11: a matrix of their own, which the device would need room for; types it may not look up."""
-    parts = read_parts(with_types(TinyModel().write(tmp_path / "m.gguf"), kind, is_tied=is_tied))
-    assert parts.common_bytes == 0
-    assert not shares.looks_up(parts, PlacementSpec(device=("CUDA0",)))
+@pytest.mark.parametrize(
+    ("kind", "is_tied", "others"),
+    [("F16", False, []), ("IQ4_NL", True, []), ("F16", True, ["token_embd_norm"])],
+)
+def test_other_embeddings_stay_in_host_memory(
+    tmp_path: Path, kind: str, *, is_tied: bool, others: list[str]
+) -> None:
+    """SPEC R11: a matrix of their own, a type that devices get no rows of, beside what stays there anyway."""
+    header = with_types(TinyModel().write(tmp_path / "m.gguf"), kind, is_tied=is_tied)
+    extra = tuple(replace(header.tensors[0], name=f"{name}.weight") for name in others)
+    parts = read_parts(replace(header, tensors=header.tensors + extra))
+    assert shares.device_of_tied(parts, PlacementSpec(device=("CUDA0",))) == ""
 
 
 def test_an_encoder_has_no_cells_and_a_row_for_every_token(tmp_path: Path) -> None:

@@ -538,25 +538,55 @@ def test_prompts_that_find_a_device_idle_wait_a_little_for_those_being_prepared(
     engine.loop.run()
 
 
-@pytest.mark.parametrize(("quiet_s", "gather_s"), [(10.0, 60.0), (60.0, 10.0)])
-def test_one_more_is_waited_for_after_the_last_and_not_for_ever(monkeypatch, quiet_s, gather_s):
-    """SPEC Q22: a server hands a crowd's requests on one by one; meanwhile none is being prepared."""
-    monkeypatch.setattr(loop, "QUIET_S", quiet_s)
+def held(monkeypatch, lull_s, gather_s, num_slots=4):
+    """An engine with a model that gathers and a clock that stands still: its first time, and its plans."""
+    monkeypatch.setattr(loop, "LULL_S", lull_s)
     monkeypatch.setattr(loop, "GATHER_S", gather_s)
-    engine = Engine("fake:eog_period=0,is_async=1")
+    engine = Engine("fake:eog_period=0,is_async=1", num_slots=num_slots)
     runner = engine.loop._runners.find("m")
     runner.gathers = True
     plans, launch = [], runner.backend.launch
     monkeypatch.setattr(runner.backend, "launch", lambda plan: plans.append(plan) or launch(plan))
-    for count, name in enumerate(("first", "second"), 1):
-        engine.submit(name, prompt=f"{name} one")
-        engine.until(lambda count=count: len(runner.scheduler.queue) == count)
-        assert not engine.loop._preparations.has_quick(runner.prep)
-        engine.loop.turn(0.0)
-        assert not plans
-    assert 0.0 < engine.loop._wait_s() <= 10.0
-    real_now = engine.loop._clock.now
-    monkeypatch.setattr(engine.loop._clock, "now", lambda: real_now() + 10.0)
+    now = [engine.loop._clock.now()]
+    monkeypatch.setattr(engine.loop._clock, "now", lambda: now[0])
+    return engine, runner, now, plans
+
+
+def arrive(engine, runner, name):
+    """One more is prepared, and no other is meanwhile."""
+    count = len(runner.scheduler.queue)
+    engine.submit(name, prompt=f"{name} one")
+    engine.until(lambda: len(runner.scheduler.queue) > count)
+    assert not engine.loop._preparations.has_quick(runner.prep)
+    engine.loop.turn(0.0)
+
+
+@pytest.mark.parametrize(("lull_s", "gather_s", "until_s"), [(10.0, 60.0, 16.0), (60.0, 10.0, 10.0)])
+def test_one_more_is_waited_for_after_the_last_and_not_for_ever(monkeypatch, lull_s, gather_s, until_s):
+    """SPEC Q22: a server submits the requests of a crowd one by one; meanwhile none is being prepared."""
+    engine, runner, now, plans = held(monkeypatch, lull_s, gather_s)
+    first_s = now[0]
+    arrive(engine, runner, "first")
+    now[0] = first_s + 6.0
+    arrive(engine, runner, "second")
+    now[0] = first_s + until_s - 0.5
+    engine.loop.turn(0.0)
+    assert not plans
+    assert engine.loop._wait_s() == pytest.approx(0.5, abs=0.01)
+    now[0] = first_s + until_s + 0.01
+    engine.until(lambda: plans)
+    assert len(plans[0].items) == 2
+    engine.run("first", "second")
+    engine.inbox.put(Shutdown())
+    engine.loop.run()
+
+
+def test_nobody_is_waited_for_who_would_find_no_slot(monkeypatch):
+    """SPEC Q22."""
+    engine, runner, _, plans = held(monkeypatch, 60.0, 60.0, num_slots=2)
+    arrive(engine, runner, "first")
+    assert not plans
+    engine.submit("second", prompt="second one")
     engine.until(lambda: plans)
     assert len(plans[0].items) == 2
     engine.run("first", "second")

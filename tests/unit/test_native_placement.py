@@ -14,11 +14,14 @@ from stoker.backends.llama import backend, model, placement
 from stoker.backends.llama.backend import load
 from stoker.backends.llama.binding import llama, start
 from stoker.backends.llama.context_options import ContextOptions
+from stoker.backends.llama.draft import open_draft
 from stoker.backends.llama.model import LlamaModel, ModelOptions
 from stoker.backends.llama.smoke import smoke
 from stoker.errors import InvalidRequestError
 from stoker.ipc.model import ModelSpec, PlacementSpec, SplitMode
 from stoker.models.gguf.header import read_header
+from stoker.models.memory_estimate import shares
+from stoker.models.memory_estimate.placing import draft_placement
 from stoker.models.placement import chosen_devices, with_device_ids
 from tiny_models import write_llama
 
@@ -98,26 +101,61 @@ def test_wherever_it_fits_is_all_layers_and_no_device_is_none(path: Path, params
     assert [(given.n_gpu_layers, pointers(given)) for given in others] == [(0, [])] * 3
 
 
-def buffer_type() -> int:
-    """The library's own pointer to the memory of the device that stands for cards."""
-    function = llama._lib.ggml_backend_dev_buffer_type
-    function.restype, function.argtypes = ctypes.c_void_p, [ctypes.c_void_p]
-    return int(function(cpu_device()))
-
-
-def test_a_device_that_has_every_layer_looks_up_embeddings(tmp_path: Path, params: list[Any]) -> None:
-    """SPEC R11: in its output matrix, where that is theirs; then the host has no part in a step."""
-    tied = write_llama(tmp_path / "tied.gguf", is_tied=True)
-    apart = write_llama(tmp_path / "apart.gguf")
-    for file, place in ((tied, {}), (apart, {}), (tied, {"gpu_layers": 1}), (tied, {"device": ("none",)})):
-        asked = PlacementSpec(**{"device": ("CUDA0",)} | place)
-        spec = ModelSpec(id="m", path=str(file), n_ctx=256, placement=asked)
-        backend._put_together(spec, read_header(file), ModelOptions(path=file, placement=asked)).close()
-    looked_up = [bool(given.tensor_buft_overrides) for given in params]
-    assert looked_up == [True, False, False, False]
-    override = ctypes.cast(params[0].tensor_buft_overrides, ctypes.POINTER(placement._BufferOverride))
-    assert (override[0].pattern, override[0].buffer_type) == (rb"^token_embd\.weight$", buffer_type())
+def tied_override(given: Any) -> tuple[bytes, int] | None:
+    """The tensor that was put elsewhere, and into what memory; None: there is none."""
+    if not given.tensor_buft_overrides:
+        return None
+    override = ctypes.cast(given.tensor_buft_overrides, ctypes.POINTER(placement._BufferOverride))
     assert override[1].pattern is None
+    return override[0].pattern, override[0].buffer_type
+
+
+@pytest.mark.parametrize(
+    ("place", "index"),
+    [
+        ({"device": ("CUDA2",)}, 2),
+        ({"device": ("CUDA0", "CUDA1"), "split_mode": SplitMode.NONE, "main_gpu": 1}, 1),
+        ({"device": ("CUDA0", "CUDA1"), "split_mode": SplitMode.LAYER, "tensor_split": (0.0, 1.0)}, 1),
+        ({"device": ("CUDA0", "CUDA1"), "split_mode": SplitMode.LAYER}, None),
+        ({"device": ("CUDA0",), "gpu_layers": 1}, None),
+        ({"device": ("none",)}, None),
+    ],
+)
+def test_tied_embeddings_go_to_the_device_that_has_all_else(
+    tmp_path: Path,
+    params: list[Any],
+    monkeypatch: pytest.MonkeyPatch,
+    place: dict[str, Any],
+    index: int | None,
+) -> None:
+    """SPEC R11: that one and no other; in every load of the file, as it is tried, compared and served."""
+    asked_for: list[int] = []
+    own = placement._buffer_type_of(CARDS[0])
+    monkeypatch.setattr(placement, "_buffer_type_of", lambda device: asked_for.append(device.index) or own)
+    file = write_llama(tmp_path / "tied.gguf", is_tied=True)
+    asked = PlacementSpec(**place)
+    LlamaModel(ModelOptions(path=file, placement=asked)).close()
+    spec = ModelSpec(id="m", path=str(file), n_ctx=256, placement=asked)
+    backend._put_together(spec, read_header(file), ModelOptions(path=file, placement=asked)).close()
+    expected = None if index is None else (rb"^token_embd\.weight$", own)
+    assert [tied_override(given) for given in params] == [expected] * 2
+    assert asked_for == ([] if index is None else [index] * 2)
+
+
+def test_embeddings_of_their_own_stay_in_host_memory(path: Path, params: list[Any]) -> None:
+    """SPEC R11: the device would need room for them."""
+    LlamaModel(ModelOptions(path=path, placement=PlacementSpec(device=("CUDA0",)))).close()
+    assert tied_override(params[0]) is None
+
+
+def test_a_draft_model_lies_as_it_is_estimated(tmp_path: Path, params: list[Any]) -> None:
+    """SPEC R1, D9: tied embeddings on the device alone."""
+    file = write_llama(tmp_path / "tied.gguf", is_tied=True)
+    asked = PlacementSpec(device=("CUDA1",))
+    with closing(LlamaModel(ModelOptions(path=file, placement=asked))) as target:
+        open_draft(str(file), target, 256, 1).close()
+    assert shares.device_of_tied(shares.read_parts(read_header(file)), draft_placement(asked)) == "CUDA1"
+    assert all(tied_override(given) for given in params)
 
 
 @pytest.mark.usefixtures("params")

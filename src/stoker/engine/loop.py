@@ -84,9 +84,9 @@ REST_AFTER_S = 0.2
 GATHER_S = 0.012
 """How long prompts that find a device idle wait for others that are being prepared. A crowd comes within some
 milliseconds; a first step with one of its prompts takes an H100 15 ms, and the others wait for the next."""
-QUIET_S = 0.003
-"""How long after the last of them one more is waited for: the server hands the requests of a crowd on one by
-one, each in about a millisecond. One that is alone was on its way for half of that when it is prepared."""
+LULL_S = 0.003
+"""How long after the last arrival one more is waited for: the server submits the requests of a crowd one by
+one, one in each millisecond or two. Preparing a prompt takes a part of that time anyway."""
 TEND_EVERY_S = 0.1
 """Between steps shorter than that, what is due by time alone waits so long."""
 RETRY_WHILE_LOADING_S = 5.0
@@ -306,11 +306,11 @@ class EngineLoop:
         if not runner.gathers or runner.running:
             return 0.0
         arrivals = [sequence.arrival_s for each in runner.queues for sequence in each.queue]
-        if not arrivals:
+        if not 0 < len(arrivals) < runner.spec.num_slots:
             return 0.0
         latest_s = min(arrivals) + GATHER_S
         is_coming = self._preparations.has_quick(runner.prep)
-        return latest_s if is_coming else min(latest_s, max(arrivals) + QUIET_S)
+        return latest_s if is_coming else min(latest_s, max(arrivals) + LULL_S)
 
     def _cold(self) -> ModelRunner | None:
         """A model whose kernels may be warmed: nothing waits, runs, is loaded or held back."""

@@ -42,6 +42,8 @@ BUSY_SHARE = 0.03
 LEAST_SHARE = 0.02
 """Part of a target that has to be saved up before anything is looked at, and that it costs where nothing will
 come of it: such turns take longer too."""
+MOST_DECIDED = 8
+"""Idle slots of which one turn decides whether they are worth storing, 0.2 ms each for a thousand tokens."""
 LEAST_GAIN = 2.0
 """Times as long as its copy that computing a state's tokens has to take: it is to be put back too."""
 
@@ -72,6 +74,7 @@ class MoveBudget:
         passed_s = min(max(0.0, now - self._at_s), self._target_s)  # a crowd that comes at last does not wait
         self._saved_s = min(self._target_s, self._saved_s + BUSY_SHARE * passed_s)
         has_begun = now - self._forbidden_s < self._target_s and self._saved_s < self._target_s
+        self._copied_s = min(self._copied_s, now)
         since_s = BUSY_SHARE * (now - self._copied_s)
         self._left_s, self._at_s = 0.0 if has_begun else min(self._saved_s, since_s), now
 
@@ -110,7 +113,8 @@ class MoveBudget:
             return False
         self._left_s -= cost_s
         self._saved_s = max(0.0, self._saved_s - cost_s)
-        self._copied_s = self._at_s
+        if cost_s > 0.0:
+            self._copied_s = self._at_s
         self._wanted_s = 0.0
         return True
 
@@ -373,10 +377,12 @@ class KVAllocator:
     def _store_ahead(self, ops: list[KVOp]) -> None:
         """Store what one idle slot keeps while no slot is empty: the next to come takes its place.
 
-        What is not worth it takes no time, and no turn of its own.
+        Few that turn out not to be worth it share a turn: each costs readers the longer way.
         """
         is_full, num_ops = all(slot.kept for slot in self.slots.slots if slot.is_idle), len(ops)
-        while is_full and len(ops) == num_ops and self.moves.has_time and self.has_unstored:
+        for _ in range(MOST_DECIDED if is_full else 0):
+            if len(ops) > num_ops or not (self.moves.has_time and self.has_unstored):
+                break
             self.store_kept(ops)
         self.is_trim_due = is_full and self.has_unstored
 

@@ -84,7 +84,7 @@ def draw_together(
     return [token for token in tokens if token is not None]
 
 
-class PlainRows:
+class _PlainRows:
     """What draws by truncation and temperature alone have of their samplers, which stays from step to step.
 
     Args:
@@ -92,14 +92,14 @@ class PlainRows:
     """
 
     def __init__(self, draws: Sequence[PlainDraw]) -> None:
-        self._chains = [draw.truncation.address for draw in draws]
+        self._truncations = [draw.truncation for draw in draws]
         self._top_ks = [draw.truncation.top_k for draw in draws]
         self._width = max(self._top_ks)
         self._temperatures = np.array([[draw.temperature] for draw in draws])
         self._places = np.arange(len(draws))
 
     def __repr__(self) -> str:
-        return f"<PlainRows of {len(self._chains)}, {self._width} candidates>"
+        return f"<_PlainRows of {len(self._truncations)}, {self._width} candidates>"
 
     def drawn(self, found: Candidates, us: Sequence[float], workspace: Workspace) -> list[int]:
         """A token a row, of candidates in order, by their uniform numbers."""
@@ -107,7 +107,8 @@ class PlainRows:
         if most < width:
             top_ks = [min(top_k, most) for top_k in top_ks]
         found = Candidates(found.ids[:, :width], found.logits[:, :width])
-        sizes = workspace.truncate_rows(self._chains, found, top_ks)
+        chains = [truncation.address for truncation in self._truncations]
+        sizes = workspace.truncate_rows(chains, found, top_ks)
         left = by_id(workspace.kept, sizes)
         picked = pick_rows(weights(left.logits, self._temperatures), np.array(us))
         tokens: list[int] = left.ids[self._places, picked].tolist()
@@ -119,16 +120,13 @@ class PlainSamplers:
 
     def __init__(self, samplers: Sequence[Sampler], draws: Sequence[PlainDraw]) -> None:
         self._samplers = list(samplers)
-        self._rows = PlainRows(draws)
+        self._rows = _PlainRows(draws)
 
     def __repr__(self) -> str:
         return f"<PlainSamplers {self._rows!r}>"
 
     def draw(self, found: Candidates, workspace: Workspace) -> list[int] | None:
         """As `draw_together`; None: a row is to be looked at by itself."""
-        for sampler in self._samplers:
-            if sampler.edits_logits:  # since this was made
-                return None
         if not np.isfinite(found.logits[:, 0]).all():
             return None
         us = [sampler.token_uniform() for sampler in self._samplers]
@@ -138,7 +136,7 @@ class PlainSamplers:
 def plain_samplers(samplers: Sequence[Sampler]) -> PlainSamplers | None:
     """These, where each draws so; None: one does not, or there is one alone, which is quicker by itself."""
     draws = [None if sampler.edits_logits else sampler.plain_draw for sampler in samplers]
-    plain = [draw for draw in draws if draw is not None and draw.truncation.top_k]
+    plain = [draw for draw in draws if draw is not None and not draw.truncation.needs_row]
     return PlainSamplers(samplers, plain) if 1 < len(plain) == len(samplers) else None
 
 
@@ -177,7 +175,7 @@ def _drawn_from(
         rows = [at for at, _ in plain]
         own = found if len(rows) == len(samplers) else found[np.array(rows)]
         draws = [draw for _, draw in plain]
-        drawn = PlainRows(draws).drawn(own, [draw.u for draw in draws], workspace)
+        drawn = _PlainRows(draws).drawn(own, [draw.u for draw in draws], workspace)
         for at, token in zip(rows, drawn, strict=True):
             tokens[at] = token
     return tokens

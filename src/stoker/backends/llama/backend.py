@@ -41,7 +41,6 @@ from stoker.models.fingerprint import fingerprint
 from stoker.models.gguf.header import read_header
 from stoker.models.gguf.tensor_types import ROW_BY_ROW
 from stoker.models.memory_estimate.estimate import num_sequences, stream_cells
-from stoker.models.memory_estimate.shares import looks_up, read_parts
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -404,7 +403,7 @@ def _decoded_first(
 
 def _put_together(spec: ModelSpec, header: GgufHeader, options: ModelOptions) -> LlamaBackend:
     """Model, context, projector and draft model; where one fails, those before it are freed."""
-    options = dataclasses.replace(options, looks_up=looks_up(read_parts(header), spec.placement))
+    options = dataclasses.replace(options, header=header)
     with ExitStack() as made:
         model = LlamaModel(options)
         made.callback(model.close)

@@ -21,11 +21,15 @@ from stoker.backends.llama.shortage import load_error
 from stoker.backends.llama.text.vocabulary import LlamaVocabulary
 from stoker.errors import ModelFileError, UnsupportedError
 from stoker.ipc.model import ANYWHERE, PlacementSpec
+from stoker.models.gguf.header import read_header
+from stoker.models.memory_estimate.shares import device_of_tied, read_parts
 from stoker.models.placement import chosen_devices
 
 if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
+
+    from stoker.models.gguf.header import GgufHeader
 
 _TEXT_BYTES = 4096
 _GRID_ROPE_TYPES = (8, 40)  # LLAMA_ROPE_TYPE_MROPE, LLAMA_ROPE_TYPE_IMROPE
@@ -40,7 +44,7 @@ class ModelOptions:
         use_extra_bufts: let the CPU repack weights for its special instructions; see `smoke`.
         offloads: use accelerators, as far as there are any and the placement names them.
         placement: where it lies; devices that are not there are left out.
-        looks_up: the device that has every layer has the embeddings too, which are its output matrix.
+        header: of the file, where it was read already.
         token_s: what a token takes so, as a trial has measured it; 0: it was not measured.
         repeatable_cost: how much longer a step over bf16 keys takes, as a fraction; None: not measured.
         on_progress: told the fraction loaded, 0 to 1, on the loading thread; what it raises ends the load.
@@ -50,7 +54,7 @@ class ModelOptions:
     use_extra_bufts: bool = True
     offloads: bool = True
     placement: PlacementSpec = ANYWHERE
-    looks_up: bool = False
+    header: GgufHeader | None = None
     token_s: float = 0.0
     repeatable_cost: float | None = None
     on_progress: Callable[[float], None] | None = None
@@ -165,7 +169,7 @@ class LlamaModel:
         # beside devices it is not said tensor by tensor what the CPU may lay out anew
         keeps_all = options.placement.streams_experts and bool(self.devices)
         params.use_extra_bufts = options.use_extra_bufts and not keeps_all
-        place = NativePlacement(options.placement, self.devices, looks_up=options.looks_up)
+        place = NativePlacement(options.placement, self.devices, self._device_of_tied(options))
         place.apply(params)
         params.progress_callback = progress.native
         with capture_log() as lines:
@@ -178,6 +182,12 @@ class LlamaModel:
         if handle is None:
             raise load_error(options.path.name, lines, self.devices, path=str(options.path))
         return int(handle)
+
+    def _device_of_tied(self, options: ModelOptions) -> str:
+        """Id of the device that has tied embeddings too, of every load of the file alike; empty: none has."""
+        if not self.devices:
+            return ""
+        return device_of_tied(read_parts(options.header or read_header(self.path)), options.placement)
 
     def _refuse_foreign_kinds(self) -> None:
         if llama.llama_model_has_encoder(self.handle) and not llama.llama_model_has_decoder(self.handle):

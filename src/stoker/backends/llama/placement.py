@@ -22,7 +22,7 @@ _ALL_LAYERS = -1
 _SPLIT_MODES = {SplitMode.NONE: 0, SplitMode.LAYER: 1, SplitMode.ROW: 2}  # enum llama_split_mode
 _MAPPED_WHERE_IT_CAN, _READ_WHOLE = -1, 0  # enum llama_load_mode
 _EXPERTS = r"blk\.({})\.ffn_(up|down|gate|gate_up)_(ch|)exps"
-_EMBEDDINGS = rb"^token_embd\.weight$"
+_TIED = rb"^token_embd\.weight$"
 
 
 class _BufferOverride(ctypes.Structure):
@@ -37,18 +37,16 @@ class NativePlacement:
     Args:
         placement: concrete, or "auto" for all layers.
         devices: those it names, in its order; none: everything lies in host memory.
-        looks_up: the only device that is used has the embeddings too, which are its output matrix.
+        device_of_tied: id of the one that has tied embeddings too; empty: none has.
     """
 
-    def __init__(
-        self, placement: PlacementSpec, devices: Sequence[Device], *, looks_up: bool = False
-    ) -> None:
+    def __init__(self, placement: PlacementSpec, devices: Sequence[Device], device_of_tied: str = "") -> None:
         self._placement = placement
         self._devices = tuple(devices)
         handles = [native_device(device) for device in self._devices]
         self._handles = (ctypes.c_void_p * (len(handles) + 1))(*handles, None)
         self._parts = (ctypes.c_float * max(llama.llama_max_devices(), len(handles)))(*self._shares())
-        self._overrides = (_BufferOverride * 2)(*self._moved(handles, looks_up=looks_up))
+        self._overrides = (_BufferOverride * 2)(*self._moved(device_of_tied))
 
     def __repr__(self) -> str:
         return f"<NativePlacement {self._placement} on {[device.id for device in self._devices]}>"
@@ -67,14 +65,16 @@ class NativePlacement:
         if self._overrides[0].pattern:
             params.tensor_buft_overrides = ctypes.cast(self._overrides, ctypes.c_void_p)
 
-    def _moved(self, handles: Sequence[int], *, looks_up: bool) -> Iterator[_BufferOverride]:
-        """What lies elsewhere than the library would put it."""
+    def _moved(self, device_of_tied: str) -> Iterator[_BufferOverride]:
+        """Tensors that do not lie where the library's own rule has them."""
         placement = self._placement
-        if self._maps_experts or (placement.cpu_moe and handles):
+        if self._maps_experts or (placement.cpu_moe and self._devices):
             layers = r"\d+" if self._maps_experts else "|".join(map(str, range(placement.cpu_moe or 0)))
             yield _BufferOverride(_EXPERTS.format(layers).encode(), _cpu_buffer_type())
-        elif looks_up and handles:
-            yield _BufferOverride(_EMBEDDINGS, _buffer_type(handles[placement.main_gpu or 0]))
+            return
+        for device in self._devices:
+            if device.id == device_of_tied:
+                yield _BufferOverride(_TIED, _buffer_type_of(device))
 
     @property
     def _maps_experts(self) -> bool:
@@ -87,10 +87,10 @@ class NativePlacement:
         return tuple(part / total for part in self._placement.tensor_split[: len(self._devices)])
 
 
-def _buffer_type(device: int) -> int:
+def _buffer_type_of(device: Device) -> int:
     function = llama._lib.ggml_backend_dev_buffer_type  # noqa: SLF001 - as below
     function.restype, function.argtypes = ctypes.c_void_p, [ctypes.c_void_p]
-    return int(function(device))
+    return int(function(native_device(device)))
 
 
 def _cpu_buffer_type() -> int:

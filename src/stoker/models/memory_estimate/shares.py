@@ -2,8 +2,8 @@
 
 Owns the rule by which the bundled llama.cpp deals out layers (`load_tensors` in llama-model.cpp): the input
 stays in host memory, the last layers and the output go to devices, in the order of their parts. How much
-each part takes is said by the caller. One thing is asked of the library beyond that: embeddings that are the
-output's matrix too are not kept a second time in host memory where a device has everything else.
+each part takes is said by the caller. One thing is asked of the library beyond that: tied embeddings, which
+are the output's matrix too, are not kept a second time in host memory where a device has everything else.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ HOST = ""
 _BLOCK = re.compile(r"(?:^|\.)blk\.(\d+)\.")
 _EXPERTS = re.compile(r"\.ffn_(up|down|gate|gate_up)_(ch|)exps")
 _INPUTS = ("token_embd", "position_embd", "token_types", "per_layer_token_embd")
-EMBEDDINGS = "token_embd.weight"
+_EMBEDDINGS = "token_embd.weight"
 _GENERATING = (ModelClass.DECODER, ModelClass.RECURRENT, ModelClass.HYBRID)
-_LOOKING_UP = ("CUDA", "ROCm")
-"""Devices, by the beginnings of their ids, whose backend looks up rows of the types below."""
-_LOOKED_UP = frozenset(
+_LOOKUP_DEVICES = ("CUDA", "ROCm")
+"""Beginnings of the ids of devices whose backend gets rows out of matrices of the types below."""
+_LOOKUP_TYPES = frozenset(
     ("F32", "F16", "BF16", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K")
 )
 
@@ -53,14 +53,15 @@ class ModelParts:
         layers: one for each layer.
         output_bytes: of what follows the last layer.
         input_bytes: of what comes before the first.
-        common_bytes: of embeddings, counted in both, that a device may look up in its output matrix.
+        tied_bytes: of embeddings that are the output's matrix too, counted in both; 0 also where a device
+            gets no rows out of a matrix of their type.
         active_part: of the experts of a layer, what one token is computed with, 0 to 1.
     """
 
     layers: tuple[LayerBytes, ...]
     output_bytes: int
     input_bytes: int
-    common_bytes: int = 0
+    tied_bytes: int = 0
     active_part: float = 1.0
 
     @property
@@ -79,31 +80,31 @@ def read_parts(header: GgufHeader) -> ModelParts:
     sizes: defaultdict[int, int] = defaultdict(int)
     experts: defaultdict[int, int] = defaultdict(int)
     before = after = 0
-    embeddings = common = 0
+    embeddings = readable = 0
     for tensor in header.tensors:
         if block := _BLOCK.search(tensor.name):
             sizes[int(block[1])] += tensor.size_bytes
             experts[int(block[1])] += tensor.size_bytes if is_expert(tensor.name) else 0
         elif tensor.name.startswith(_INPUTS):
             before += tensor.size_bytes
-            embeddings += tensor.size_bytes if tensor.name == EMBEDDINGS else 0
-            common += tensor.size_bytes if _is_looked_up(tensor) else 0
+            embeddings += tensor.size_bytes if tensor.name == _EMBEDDINGS else 0
+            readable += tensor.size_bytes if _has_readable_rows(tensor) else 0
         else:
             after += tensor.size_bytes
     has_output = any(tensor.name == "output.weight" for tensor in header.tensors)
-    is_common = not has_output and header.model_class in _GENERATING
+    is_tied = not has_output and header.model_class in _GENERATING
     count = max(header.block_count, max(sizes, default=-1) + 1)
     return ModelParts(
         layers=tuple(LayerBytes(all_bytes=sizes[at], expert_bytes=experts[at]) for at in range(count)),
         output_bytes=after + (0 if has_output else embeddings),
         input_bytes=before,
-        common_bytes=common if is_common else 0,
+        tied_bytes=readable if is_tied else 0,
         active_part=_active_part(header),
     )
 
 
-def _is_looked_up(tensor: TensorInfo) -> bool:
-    return tensor.name == EMBEDDINGS and tensor.type_name in _LOOKED_UP
+def _has_readable_rows(tensor: TensorInfo) -> bool:
+    return tensor.name == _EMBEDDINGS and tensor.type_name in _LOOKUP_TYPES
 
 
 def is_expert(name: str) -> bool:
@@ -149,17 +150,18 @@ def places(placement: PlacementSpec, num_layers: int) -> tuple[str, ...]:
     return (HOST,) * first + tuple(found)
 
 
-def looks_up(parts: ModelParts, placement: PlacementSpec) -> bool:
-    """Whether a device has every layer and looks embeddings up in its output matrix, without the host."""
+def device_of_tied(parts: ModelParts, placement: PlacementSpec) -> str:
+    """Id of the device that has all of the model, tied embeddings too; `HOST`: none has."""
     where = set(places(placement, parts.num_layers))
-    is_alone = len(where) == 1 and not placement.cpu_moe
-    return is_alone and parts.common_bytes > 0 and where.pop().startswith(_LOOKING_UP)
+    is_whole = len(where) == 1 and not placement.cpu_moe and 0 < parts.tied_bytes == parts.input_bytes
+    device = where.pop()
+    return device if is_whole and device.startswith(_LOOKUP_DEVICES) else HOST
 
 
 def weights_by_device(parts: ModelParts, placement: PlacementSpec) -> Mapping[str, int]:
     """Bytes of weights by id, those in host memory under `HOST`."""
     held: defaultdict[str, int] = defaultdict(int)
-    held[HOST] += parts.input_bytes - (parts.common_bytes if looks_up(parts, placement) else 0)
+    held[HOST] += 0 if device_of_tied(parts, placement) else parts.input_bytes
     where = places(placement, parts.num_layers)
     for at, (layer, device) in enumerate(zip(parts.layers, where[:-1], strict=True)):
         kept = layer.expert_bytes if at < (placement.cpu_moe or 0) else 0

@@ -356,9 +356,9 @@ async def while_connected(work: Coroutine[Any, Any, T], receive: Receive) -> T:
 
 
 def _begun(work: Coroutine[Any, Any, T]) -> asyncio.Future[T]:
-    """A task that has begun, where Python begins tasks at once (3.12).
+    """A task that has run up to its first wait, where Python can do that (3.12).
 
-    Of a crowd each request reaches the engine as it is read, and not when all have been.
+    Without it the first request of a crowd is submitted when the last one has been read.
     """
     if sys.version_info >= (3, 12):
         return asyncio.Task(work, loop=asyncio.get_running_loop(), eager_start=True)
