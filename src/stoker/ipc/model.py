@@ -22,6 +22,10 @@ class ModelClass(StrEnum):
     HYBRID = "hybrid"
 
 
+STEPPED = frozenset((ModelClass.DECODER, ModelClass.RECURRENT, ModelClass.HYBRID))
+"""Classes that generate step by step from tokens alone."""
+
+
 class Pairing(StrEnum):
     """How a model stands with its projector (SPEC V1); NONE: it is no vision model.
 

@@ -36,7 +36,7 @@ from stoker.backends.protocol.extensions import Extensions
 from stoker.backends.protocol.scoring import ScoringLane
 from stoker.backends.threads import num_physical_cores
 from stoker.errors import ModelLoadError, UnsupportedError
-from stoker.ipc.model import KVLayout, ModelClass, Repeatable
+from stoker.ipc.model import STEPPED, KVLayout, Repeatable
 from stoker.models.fingerprint import fingerprint
 from stoker.models.gguf.header import read_header
 from stoker.models.gguf.tensor_types import ROW_BY_ROW
@@ -62,8 +62,6 @@ log = logging.getLogger(__name__)
 
 THREADS_BESIDE_DEVICES = 2
 """More wait for each other by spinning, on the cores that launch the kernels of the next step."""
-
-_GENERATING = (ModelClass.DECODER, ModelClass.RECURRENT, ModelClass.HYBRID)
 
 
 class LlamaBackend:
@@ -360,7 +358,7 @@ def load(
         ModelLoadError: llama.cpp refused it or crashes on it.
     """
     header = header or read_header(spec.path)
-    if header.model_class not in _GENERATING:
+    if header.model_class not in STEPPED:
         raise UnsupportedError(
             f"{header.path.name} is an {header.model_class} ({header.architecture}): "
             f"this build generates with decoder, recurrent and hybrid models only",

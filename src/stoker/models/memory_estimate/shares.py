@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import TYPE_CHECKING
 
-from stoker.ipc.model import ModelClass, SplitMode
+from stoker.ipc.model import STEPPED, SplitMode
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -29,7 +29,6 @@ _BLOCK = re.compile(r"(?:^|\.)blk\.(\d+)\.")
 _EXPERTS = re.compile(r"\.ffn_(up|down|gate|gate_up)_(ch|)exps")
 _INPUTS = ("token_embd", "position_embd", "token_types", "per_layer_token_embd")
 _EMBEDDINGS = "token_embd.weight"
-_GENERATING = (ModelClass.DECODER, ModelClass.RECURRENT, ModelClass.HYBRID)
 _LOOKUP_DEVICES = ("CUDA", "ROCm")
 """Beginnings of the ids of devices whose backend gets rows out of matrices of the types below."""
 _LOOKUP_TYPES = frozenset(
@@ -92,7 +91,7 @@ def read_parts(header: GgufHeader) -> ModelParts:
         else:
             after += tensor.size_bytes
     has_output = any(tensor.name == "output.weight" for tensor in header.tensors)
-    is_tied = not has_output and header.model_class in _GENERATING
+    is_tied = not has_output and header.model_class in STEPPED
     count = max(header.block_count, max(sizes, default=-1) + 1)
     return ModelParts(
         layers=tuple(LayerBytes(all_bytes=sizes[at], expert_bytes=experts[at]) for at in range(count)),
