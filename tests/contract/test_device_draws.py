@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import dataclasses
 import logging
 from contextlib import contextmanager
@@ -17,6 +18,7 @@ from stoker.backends.llama.cells import Streams
 from stoker.backends.llama.context import LlamaContext
 from stoker.backends.llama.context_options import ContextOptions
 from stoker.backends.llama.graph import draws
+from stoker.backends.llama.graph.ggml import F32, InitParams, ggml
 from stoker.backends.llama.model import LlamaModel, ModelOptions
 from stoker.backends.protocol.backend import BatchPlan, PlanItem
 from stoker.cache.prefix_cache import CacheLimits, PrefixCache
@@ -96,11 +98,11 @@ def both_ways(context: LlamaContext, *items: PlanItem) -> tuple[Rows, Candidates
 
 
 @pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("num_vocab", [300, 1025, 2048, 2049, 5000, 32768, 40001])
+@pytest.mark.parametrize("num_vocab", [300, 1025, 2048, 2049, 5000, 5003, 32768, 40001, 270_000])
 def test_the_graph_finds_the_largest_of_any_vocabulary(
     write_vocabulary: WriteVocabulary, num_vocab: int, way: str
 ) -> None:
-    """B6: one piece, two, whole blocks and a rest, maxima of one level, and of two."""
+    """B6: no level of maxima to three, whole groups and a rest, margins, parts of a sum and none."""
     with opened(write_vocabulary(num_vocab), WAYS[way]) as context:
         assert context.draws is not None
         items = [PlanItem(seq, 0, range(3 + seq, 8 + seq), 1) for seq in range(5)]
@@ -168,6 +170,53 @@ def test_a_row_with_a_nan_says_so(write_vocabulary: WriteVocabulary) -> None:
         rows, best = both_ways(context, PlanItem(0, 0, (5, 6, 7), 1), PlanItem(1, 0, (8,), 1))
         assert np.isnan(rows[:, 4321]).all()
         assert np.isnan(best.logits[:, 0]).all()
+
+
+@pytest.mark.parametrize("num_vocab", [1000, 5003, 40001, 300_000])
+def test_a_row_of_few_numbers_or_none_has_ids_of_its_vocabulary(num_vocab: int) -> None:
+    """B6, Q12: what fills groups up is then as good as most logits."""
+    rows = np.full((4, num_vocab), -np.inf, np.float32)
+    rows[1], rows[2] = 0.0, np.nan
+    rows[3, :: num_vocab // 30] = np.arange(len(rows[3, :: num_vocab // 30]))
+    found = computed(rows, lambda context, given: draws._best_of(context, given, num_vocab, len(rows)))
+    found = found.reshape(len(rows), draws.WIDTH)
+    ids, sums = found[:, draws.NUM_CANDIDATES : -1], found[:, -1]
+    assert ((ids >= 0) & (ids < num_vocab + 2 * draws.GROUP)).all()
+    assert np.isnan(sums).tolist() == [False, False, True, False]
+    np.testing.assert_array_equal(found[3, :30], -np.sort(-rows[3])[:30])
+
+
+def test_the_margins_of_a_level_stand_for_groups_that_there_are() -> None:
+    """B6: a device that would read a group outside of the logits would read somebody's memory."""
+    level = draws._Level(0, 2528, margin=13)
+    places = computed(np.zeros((1, 1), np.float32), lambda context, _given: level.places(context))
+    expected = [*[0] * 13, *range(2502), *[2501] * 13]
+    np.testing.assert_array_equal(places, expected)
+
+
+def computed(rows: Rows, build: Callable[[int, int], int]) -> Rows:
+    """What a graph of its own on the CPU makes of these rows; `build` adds to it and gives its end."""
+    memory = ctypes.create_string_buffer(64 * rows.nbytes + 2**22)
+    native = function("ggml_init", ctypes.c_void_p, InitParams)(
+        InitParams(len(memory), ctypes.addressof(memory), False)
+    )
+    given = ggml().new_tensor_2d(native, F32, *reversed(rows.shape))
+    data = function("ggml_get_data", ctypes.c_void_p, ctypes.c_void_p)
+    ctypes.memmove(data(given), rows.ctypes.data, rows.nbytes)
+    found = build(native, given)
+    graph = function("ggml_new_graph", ctypes.c_void_p, ctypes.c_void_p)(native)
+    ggml().add_to_graph(graph, found)
+    compute = function("ggml_graph_compute_with_ctx", ctypes.c_int, *[ctypes.c_void_p] * 2, ctypes.c_int)
+    assert compute(native, graph, 1) == 0
+    size = function("ggml_nelements", ctypes.c_int64, ctypes.c_void_p)(found)
+    return np.ctypeslib.as_array((ctypes.c_float * size).from_address(data(found))).copy()
+
+
+def function(name: str, returns: object, *takes: object) -> Callable[..., Any]:
+    """One of ggml's."""
+    native = getattr(llama._lib, name)
+    native.restype, native.argtypes = returns, takes
+    return native
 
 
 def test_a_short_vocabulary_is_read_whole(tiny_decoder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

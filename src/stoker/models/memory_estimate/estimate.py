@@ -60,7 +60,7 @@ _REPACKED_ROWS = 8
 _MATRIX_DIMS = 2
 
 _FRAGMENTS = 1.06  # of a compute buffer, lost between tensors
-_BLOCK = 32  # logits of which a device looks at the largest first: `backends.llama.graph.draws`
+_BLOCK = 32  # rows that a device searches are filled up to so many: `backends.llama.graph.draws`
 _DRAWN_OUTPUTS = 4  # beside each logit the library then has room for a probability and two ids
 _STATE_COPIES = 2.5  # of all recurrent states of one layer, in a step
 _LIBRARY_BYTES = 8 * 2**20  # code, tables and threads

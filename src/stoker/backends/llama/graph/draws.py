@@ -17,6 +17,8 @@ import ctypes
 import logging
 import math
 from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cache
 from itertools import pairwise, repeat
 from typing import TYPE_CHECKING, Any
 
@@ -24,7 +26,7 @@ import numpy as np
 
 from stoker.backends.llama.binding import keeping_lock, llama
 from stoker.backends.llama.graph.ggml import F32, I32, GraphTensor, ggml, is_layout_known
-from stoker.backends.llama.graph.marks import GraphMarks
+from stoker.backends.llama.graph.marks import GraphMarks, LogitRows
 from stoker.backends.protocol.backend import NO_CANDIDATES, Candidates
 from stoker.errors import EngineError, StepFailedError
 
@@ -37,16 +39,18 @@ if TYPE_CHECKING:
     from stoker.backends.protocol.backend import PlanItem, Rows
 
 NUM_CANDIDATES = 64
-BLOCK = 32
-"""Logits of which only the largest is looked at first."""
-PIECE = 1024
-"""Logits that are sorted at a time: what one block of threads of a GPU sorts."""
+GROUP = 16
+"""Values of a row of which the largest stands for all of them."""
+SORTED = NUM_CANDIDATES * GROUP
+"""Values that are sorted at a time: what one block of threads of a GPU sorts."""
 WIDTH = 2 * NUM_CANDIDATES + 1
 """Numbers of a row's result: logits, ids, sum."""
 MIN_VOCAB = 2 * WIDTH
 """A smaller vocabulary's rows are hardly longer than their candidates."""
-MAX_VOCAB = BLOCK * PIECE * PIECE // NUM_CANDIDATES
-"""The blocks of a larger one would need more than two levels of sorting."""
+MAX_VOCAB = 2**24
+"""The ids of a larger one are not exact in float32."""
+_MIN_ADDED, _MAX_ADDED = 64, 4096
+"""Logits that one block of threads adds, of which a whole number makes a row."""
 
 _DESCENDING, _MAX = 1, 0  # enum ggml_sort_order, ggml_op_pool
 _count_of_row = keeping_lock(llama.llama_get_sampled_logits_count_ith)  # of a call that was waited for
@@ -54,11 +58,44 @@ _count_of_row = keeping_lock(llama.llama_get_sampled_logits_count_ith)  # of a c
 _log = logging.getLogger(__name__)
 
 
+@dataclass(frozen=True, slots=True)
+class _Level:
+    """The logits of rows, or the largest of each group of the level below.
+
+    Attributes:
+        values: address of a contiguous tensor (num, number of rows), float32.
+        num: values of a row.
+        margin: so many at each end are of no group.
+    """
+
+    values: int
+    num: int
+    margin: int = 0
+
+    def above(self, context: int) -> _Level:
+        """Adds the level above; one that will have another above it is made of whole groups."""
+        num = self.num // GROUP
+        margin = -num % (2 * GROUP) // 2 if num > SORTED else 0
+        values = ggml().pool_2d(context, self.values, _MAX, GROUP, 1, GROUP, 1, margin * GROUP, 0)
+        return _Level(values, num + 2 * margin, margin)
+
+    def places(self, context: int) -> int:
+        """Adds the number of each value below: of its group, or its id where there is nothing below; float32.
+
+        What is of no group is never among the best, but where all values of a row are alike or no numbers.
+        """
+        make = ggml()
+        places = make.arange(context, -self.margin, self.num - self.margin, 1)
+        if not self.margin:
+            return places
+        return make.clamp(context, places, 0, self.num - 2 * self.margin - 1)
+
+
 def _best_of(context: int, logits: int, num_vocab: int, num_rows: int) -> int:
     """Adds what finds the best of rows; the address of a tensor of `WIDTH` numbers a row.
 
-    The best of a row are among the blocks with the largest maxima, as many as there are best: only those
-    blocks are sorted.
+    The best of a row are in the groups with the largest maxima, as many as there are best, and these are
+    found in the same way among all maxima. Each operation costs more to begin than for what it computes.
 
     Args:
         context: the graph's ggml_context.
@@ -67,55 +104,52 @@ def _best_of(context: int, logits: int, num_vocab: int, num_rows: int) -> int:
         num_rows: its second.
     """
     make, count = ggml(), NUM_CANDIDATES
-    num_blocks = -(-num_vocab // BLOCK)
-    if num_blocks <= count:
-        best = _sorted_best(context, (logits, 0), num_vocab, num_rows)
-    else:
-        padded = _padded(context, logits, num_blocks * BLOCK - num_vocab, num_rows)
-        peaks = make.pool_2d(context, padded, _MAX, BLOCK, 1, BLOCK, 1, 0, 0)
-        _, chosen = _sorted_best(context, (peaks, 0), num_blocks, num_rows)
-        blocks = make.get_rows(
-            context,
-            make.reshape_3d(context, padded, BLOCK, num_blocks, num_rows),
-            make.cast(context, chosen, I32),
-        )
-        first = make.reshape_3d(context, make.scale_bias(context, chosen, BLOCK, 0), 1, count, num_rows)
-        first = make.repeat_4d(context, first, BLOCK, count, num_rows, 1)
-        ids = make.add(context, first, make.arange(context, 0, BLOCK, 1))
-        flat = [make.reshape_2d(context, each, BLOCK * count, num_rows) for each in (blocks, ids)]
-        best = _sorted_best(context, (flat[0], flat[1]), BLOCK * count, num_rows)
-    return make.concat(context, make.concat(context, *best, 0), make.sum_rows(context, logits), 0)
+    missing = -num_vocab % (2 * GROUP) if num_vocab > SORTED else 0
+    bottom = top = _Level(_padded(context, logits, missing, num_rows), num_vocab + missing)
+    below = []
+    while top.num > SORTED:
+        below.append(top)
+        top = top.above(context)
+    values, num = top.values, top.num
+    best = _best_places(context, values, num, num_rows)
+    ids = make.cast(context, best, F32) if top is bottom else make.cont(context, best)
+    for level in reversed(below):
+        shape, num = (GROUP, level.num // GROUP), SORTED
+        groups = make.reshape_3d(context, level.values, *shape, num_rows)
+        values = make.get_rows(context, groups, make.reshape_2d(context, ids, count, num_rows))
+        places = make.reshape_2d(context, level.places(context), *shape)
+        ids = make.get_rows(context, places, make.reshape_2d(context, ids, count * num_rows, 1))
+        best = _best_places(context, values, num, num_rows)
+        ids = make.get_rows(context, make.reshape_3d(context, ids, 1, num, num_rows), best)
+        if level is not bottom:
+            ids = make.cast(context, ids, I32)
+    found = make.get_rows(context, make.reshape_3d(context, values, 1, num, num_rows), best)
+    parts = [make.reshape_2d(context, each, count, num_rows) for each in (found, ids)]
+    found = make.concat(context, *parts, 0)
+    return make.concat(context, found, _sums(context, logits, num_vocab, num_rows), 0)
 
 
-def _sorted_best(context: int, given: tuple[int, int], num: int, num_rows: int) -> tuple[int, int]:
-    """Adds a sort of rows of `num` in pieces, and one of the best of the pieces.
+def _best_places(context: int, values: int, num: int, num_rows: int) -> int:
+    """Adds a sort of rows of `num`: an int32 view (`NUM_CANDIDATES`, num_rows) of where the largest are."""
+    make = ggml()
+    order = make.argsort(context, make.reshape_2d(context, values, num, num_rows), _DESCENDING)
+    return make.view_3d(context, order, NUM_CANDIDATES, num_rows, 1, 4 * num, 4 * num * num_rows, 0)
 
-    Args:
-        context: as `_best_of`.
-        given: addresses of tensors (num, num_rows), float32: values, and their ids; 0: their places.
-        num: their first dimension.
-        num_rows: their second.
 
-    Returns:
-        Addresses of the best `NUM_CANDIDATES` of each row, the largest first, and of their ids.
-    """
-    make, count, (found, ids) = ggml(), NUM_CANDIDATES, given
-    width = min(num, PIECE)
-    num_pieces = -(-num // width)
-    found = _padded(context, found, num_pieces * width - num, num_rows)
-    levels = [(width, num_pieces)] + [(num_pieces * count, 1)] * (num_pieces > 1)
-    for wide, pieces in levels:
-        in_pieces = make.reshape_3d(context, found, wide, pieces, num_rows)
-        order = make.argsort(context, in_pieces, _DESCENDING)
-        best = make.view_3d(context, order, count, pieces, num_rows, 4 * wide, 4 * wide * pieces, 0)
-        shape = (1, wide, pieces, num_rows)
-        found = make.get_rows(context, make.reshape_4d(context, found, *shape), best)
-        if ids:
-            ids = make.get_rows(context, make.reshape_4d(context, ids, *shape), best)
-        else:
-            first = make.reshape_3d(context, make.arange(context, 0, pieces * wide, wide), 1, pieces, 1)
-            ids = make.add(context, make.cast(context, best, F32), first)
-    return make.reshape_2d(context, found, count, num_rows), make.reshape_2d(context, ids, count, num_rows)
+def _sums(context: int, logits: int, num_vocab: int, num_rows: int) -> int:
+    """Adds the sum of each row; of a long one first of parts, as one block of threads adds one of them."""
+    make, num = ggml(), _num_added(num_vocab)
+    if num < num_vocab:
+        parts = make.reshape_2d(context, logits, num, num_vocab // num * num_rows)
+        logits = make.reshape_2d(context, make.sum_rows(context, parts), num_vocab // num, num_rows)
+    return make.sum_rows(context, logits)
+
+
+@cache
+def _num_added(num_vocab: int) -> int:
+    """Logits of a part that is added at a time: the most that divide a row, unless they are too few."""
+    parts = (num for num in range(min(num_vocab, _MAX_ADDED), _MIN_ADDED - 1, -1) if num_vocab % num == 0)
+    return next(parts, num_vocab)
 
 
 def _padded(context: int, rows: int, missing: int, num_rows: int) -> int:
@@ -379,7 +413,7 @@ class DeviceDraws:
         num_rows = rows.ne[1] - 1
         if not self._is_marked:
             num_reused = llama.llama_perf_context(self._handle).n_reused if self._handle else 0
-            self._marks.add(context, graph, num_rows, num_reused)
+            self._marks.add(context, graph, LogitRows(num_rows, are_alone=self._gathers), num_reused)
             self._is_marked = True
         if num_rows == 0:
             row.logits = None

@@ -46,7 +46,6 @@ class Ggml:
         tensor, count, size, real = ctypes.c_void_p, ctypes.c_int64, ctypes.c_size_t, ctypes.c_float
         self.reshape_2d = self._function("ggml_reshape_2d", tensor, count, count)
         self.reshape_3d = self._function("ggml_reshape_3d", tensor, *[count] * 3)
-        self.reshape_4d = self._function("ggml_reshape_4d", tensor, *[count] * 4)
         self.view_1d = self._function("ggml_view_1d", tensor, count, size)
         self.view_3d = self._function("ggml_view_3d", tensor, *[count] * 3, *[size] * 3)
         self.argsort = self._function("ggml_argsort", tensor, ctypes.c_int)
@@ -58,7 +57,7 @@ class Ggml:
         self.cast = self._function("ggml_cast", tensor, ctypes.c_int)
         pool_sizes = [ctypes.c_int] * 5
         self.pool_2d = self._function("ggml_pool_2d", tensor, *pool_sizes, real, real)
-        self.add = self._function("ggml_add", tensor, tensor)
+        self.clamp = self._function("ggml_clamp", tensor, real, real)
         self.cont = self._function("ggml_cont", tensor)
         self.pad = self._function("ggml_pad", tensor, *[ctypes.c_int] * 4)
         self.sum_rows = self._function("ggml_sum_rows", tensor)
