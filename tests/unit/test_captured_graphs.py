@@ -18,7 +18,7 @@ from stoker.backends.llama.binding import llama
 from stoker.backends.llama.context import LlamaContext
 from stoker.backends.llama.context_options import ContextOptions
 from stoker.backends.llama.graph.ggml import F32, GraphTensor, InitParams, ggml
-from stoker.backends.llama.graph.marks import NUM_MARKS, NUM_PLACES, GraphMarks
+from stoker.backends.llama.graph.marks import NUM_MARKS, NUM_PLACES, NUM_ROW_PLACES, GraphMarks, LogitRows
 from stoker.backends.llama.model import LlamaModel, ModelOptions
 from tiny_models import write_llama, write_wide_llama
 
@@ -108,7 +108,7 @@ def function(name: str, returns: object, *takes: object) -> Callable[..., Any]:
 def built(
     context: int, marks: GraphMarks, shape: tuple[int, int], num_reused: int
 ) -> tuple[int, tuple[int, ...]]:
-    """A marked graph of some rows: the address of its first node, and the operations of its marks."""
+    """A marked graph, of decode rows if these are all its tokens: its first node, and its marks' ops."""
     native = function("ggml_init", ctypes.c_void_p, InitParams)(InitParams(2**22, context, True))
     graph, make = function("ggml_new_graph", ctypes.c_void_p, ctypes.c_void_p)(native), ggml()
     num_tokens, num_rows = shape
@@ -116,7 +116,7 @@ def built(
     for _ in range(5):
         node = make.scale_bias(native, node, 2, 0)
     make.add_to_graph(graph, node)
-    marks.add(native, graph, num_rows, num_reused)
+    marks.add(native, graph, LogitRows(num_rows, are_alone=num_tokens == num_rows), num_reused)
     count = make.num_nodes(graph)
     nodes = (ctypes.c_void_p * count).from_address(make.nodes(graph))[:]
     assert count >= 5 + NUM_MARKS
@@ -131,7 +131,8 @@ def built(
 def test_no_captured_graph_is_updated_to_another_shape(context, num_shapes, seed):
     """B7: whatever comes after what, how often, and whether the library uses its graph again or builds it."""
     chance, card, marks, num_reused = random.Random(seed), Card(), GraphMarks(), 0
-    shapes = [(1 + chance.randrange(512), chance.randrange(64)) for _ in range(num_shapes)]
+    sizes = [1 + chance.randrange(512) for _ in range(num_shapes)]
+    shapes = [(size, chance.choice([size, chance.randrange(64)])) for size in sizes]
     shape, graph, data = None, None, 0
     for _ in range(1500):
         if shape is not None and chance.random() < 0.5:
@@ -154,6 +155,24 @@ def test_what_was_captured_of_a_shape_is_found_again(context):
         for shape in ((8, 8), (8, 8), (300, 1)):
             card.compute(built(context, marks, shape, 0)[0], shape, ())
     assert card.num_captured == 2
+
+
+def test_prompts_do_not_take_the_places_of_decode_rows(context):
+    """B7: a crowd's prompts are of shapes that come once each, and its rows are computed right after them."""
+    card, marks = Card(), GraphMarks()
+    rows = [(count, count) for count in range(1, NUM_ROW_PLACES + 1)]
+    for shape in rows:
+        for _ in range(2):
+            graph = built(context, marks, shape, 0)
+            card.compute(graph[0], shape, graph[1])
+    for size in range(100, 100 + 3 * NUM_PLACES):
+        built(context, marks, (size, 3), 0)
+    num_captured = card.num_captured
+    for shape in rows:
+        graph = built(context, marks, shape, 0)
+        card.compute(graph[0], shape, graph[1])
+        assert card.seen[graph[0]] == ((shape, graph[1], 0), True)
+    assert num_captured == card.num_captured == len(rows)
 
 
 @pytest.mark.parametrize(("draws", "is_marked"), [(True, True), (True, False), (False, True)])
@@ -187,9 +206,9 @@ def test_marks_come_before_the_first_node_of_the_device(tmp_path, monkeypatch):
     orders = []
     add = GraphMarks.add
 
-    def added(self, context, graph, num_rows, num_reused):
+    def added(self, context, graph, rows, num_reused):
         before = ggml().num_nodes(graph)
-        add(self, context, graph, num_rows, num_reused)
+        add(self, context, graph, rows, num_reused)
         nodes = (ctypes.c_void_p * (before + NUM_MARKS)).from_address(ggml().nodes(graph))
         name = function("ggml_op_name", ctypes.c_char_p, ctypes.c_int)
         orders.append([name(GraphTensor.from_address(node).op).decode() for node in nodes[:9]])

@@ -73,7 +73,8 @@ def expected():
     """The steps of a model of six slots and 600 tokens a step."""
     rows = [WarmStep(count, 1, True) for count in (1, 2, 4, 6)]
     prompts = [WarmStep(1, count, True) for count in (32, 128, 512)]
-    return sorted([*rows, WarmStep(1, 1, False)] * TIMES + prompts)
+    crowds = [WarmStep(2, 64, True)]
+    return sorted([*rows, WarmStep(1, 1, False)] * TIMES + prompts + crowds)
 
 
 def test_a_device_has_seen_rows_and_prompts_of_every_kind_before_the_first_request(watched, caplog):

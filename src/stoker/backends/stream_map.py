@@ -20,10 +20,12 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
 MOST_COPIES = 8
-"""Streams that are copied before one step; the other gaps are closed before the next ones."""
+"""Streams of sequences that run which are copied before one step; other gaps are closed before the next."""
 COPIES_A_NEWCOMER = 4
-"""Streams that are copied for each sequence that begins: 1 ms each on an H100, where a pass more takes 4 to
-10 ms in each of the steps to come."""
+"""Streams that are copied for each sequence that begins: a gap is a pass more in the steps to come, too."""
+COPIES_A_PASS = 8
+"""Streams that are copied for each pass that sequences which begin would have more: 0.7 to 1 ms each on an
+H100 and an H200, where a pass of prompts takes 7 to 18 ms."""
 _ROUND = 8
 """Rows of a step are computed in multiples of this where there are more, so that a newcomer finds a place."""
 
@@ -113,6 +115,17 @@ def _cost(counts: Mapping[int, int], n_ubatch: int) -> int:
     return sum(counts.values()) + PASS_TOKENS * num_passes(counts, n_ubatch)
 
 
+def _runs(streams: Iterable[int]) -> list[list[int]]:
+    """Ascending streams, parted at every gap."""
+    runs: list[list[int]] = []
+    for stream in streams:
+        if runs and stream == runs[-1][-1] + 1:
+            runs[-1].append(stream)
+        else:
+            runs.append([stream])
+    return runs
+
+
 def _first_run(streams: Iterable[int]) -> list[int]:
     """The first of ascending streams, and those that follow it without a gap."""
     run: list[int] = []
@@ -129,15 +142,23 @@ class StreamMap:
     Args:
         num_sequences: how many there may be.
         n_ubatch: tokens of a pass.
-        copies_each: streams that are copied for each sequence that begins, at most.
+        copies_each, copies_a_pass: streams that are copied at most for each sequence that begins, and for
+            each pass that is saved by it.
 
     Attributes:
         streams: that of each sequence which has one; read only.
         num_changes: how often a stream has changed hands.
     """
 
-    def __init__(self, num_sequences: int, n_ubatch: int, copies_each: int = COPIES_A_NEWCOMER) -> None:
-        self._n_ubatch, self._copies_each = n_ubatch, copies_each
+    def __init__(
+        self,
+        num_sequences: int,
+        n_ubatch: int,
+        copies_each: int = COPIES_A_NEWCOMER,
+        copies_a_pass: int = COPIES_A_PASS,
+    ) -> None:
+        self._n_ubatch = n_ubatch
+        self._copies_each, self._copies_a_pass = copies_each, copies_a_pass
         self.streams: dict[int, int] = {}
         self.num_changes = 0
         self._free = set(range(num_sequences + 1))
@@ -224,13 +245,21 @@ class StreamMap:
             return []
         running = frozenset(self.streams[seq] for seq in seqs if seq in self.streams)
         window, copies = self._gathered(running, len(newcomers))
-        if len(copies) > min(MOST_COPIES, self._copies_each * len(newcomers)):
+        worth = self._copies_a_pass * (self._num_apart(running, len(newcomers)) - 1)
+        if len(copies) > min(worth, self._copies_each * len(newcomers)):
             return []
         for copy in copies:
             self._moved(copy)
         for seq, stream in zip(newcomers, sorted(self._free.intersection(window)), strict=True):
             self._take(seq, stream)
         return copies
+
+    def _num_apart(self, running: frozenset[int], num_new: int) -> int:
+        """Into how many parts these streams fall, and so many free ones, chosen for few, without copies."""
+        taken = set(running)
+        for run in sorted(_runs(sorted(self._free)), key=len, reverse=True):
+            taken.update(run[: num_new - (len(taken) - len(running))])
+        return len(_runs(sorted(taken)))
 
     def close_gaps(self, counts: Mapping[int, int]) -> list[Copy]:
         """What to copy, in order, before a step of so many tokens by sequence; counted as done.

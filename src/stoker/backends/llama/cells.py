@@ -20,7 +20,7 @@ from stoker.backends.cell_map import CellMap
 from stoker.backends.llama.batch import TokenBatch
 from stoker.backends.llama.binding import keeping_lock, llama
 from stoker.backends.protocol.backend import BatchPlan, PlanItem
-from stoker.backends.stream_map import COPIES_A_NEWCOMER, StreamMap, evened, span
+from stoker.backends.stream_map import COPIES_A_NEWCOMER, COPIES_A_PASS, StreamMap, evened, span
 from stoker.errors import EngineError
 
 if TYPE_CHECKING:
@@ -43,8 +43,8 @@ _TO_THE_END = -1
 _PROBED_TOKENS = 32  # 15 ms of 28 layers where each cell lies apart
 _BYTE_S = 1 / 4e9  # of a copy off a device, before one was measured
 _MEASURED_BYTES = 2**20
-_COPY_S, _COPY_BYTE_S, _PASS_S = 0.001, 1e-12, 0.005
-"""What a copy between streams takes a device, and a pass of another shape: measured on an H100."""
+_COPY_S, _COPY_BYTE_S, _PASS_S = 0.0008, 1e-12, 0.008
+"""What a copy between streams takes a device, and a pass of another shape: measured on H100 and H200."""
 _FOLLOW = 0.3
 
 
@@ -308,8 +308,9 @@ class Streams(Pool):
         self._shape: RowShape | None = None  # of the last step, if it was of decode rows
         self._seen: tuple[BatchPlan, int, RowShape | None] | None = None  # a plan, and how it is laid out
         self._capacity = int(llama.llama_n_ctx_seq(handle))
-        copy_s = _COPY_S + self._capacity * cell_bytes * _COPY_BYTE_S
-        self.map = StreamMap(num_sequences, n_ubatch, min(COPIES_A_NEWCOMER, int(_PASS_S / copy_s)))
+        worth = int(_PASS_S / (_COPY_S + self._capacity * cell_bytes * _COPY_BYTE_S))
+        copies = (min(most, worth) for most in (COPIES_A_NEWCOMER, COPIES_A_PASS))
+        self.map = StreamMap(num_sequences, n_ubatch, *copies)
         self.natives = self.map.streams
         self._num_streams = num_sequences + 1
         self._to_copy: set[int] = set()  # streams of copies that were not made yet

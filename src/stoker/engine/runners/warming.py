@@ -22,6 +22,8 @@ log = logging.getLogger(__name__)
 
 PROMPTS = (32, 128, 512, 2048)
 """Tokens of a prompt from which on other kernels are used, about."""
+CROWDS, CROWD_TOKENS = (2, 8, 32), 64
+"""Short prompts at once, which are computed by other kernels than one of as many tokens."""
 TIMES = 2
 """How often decode rows are computed: the second time the step is captured (docs/adr/0028)."""
 
@@ -48,6 +50,8 @@ def warm_steps(limits: Capabilities, num_slots: int, *, draws: bool) -> list[War
     counts = [1 << power for power in range((num_slots - 1).bit_length())] + [num_slots]
     found = [WarmStep(count, 1, draws) for count in counts if count <= limits.n_batch] * TIMES
     found += [WarmStep(1, count, draws) for count in PROMPTS if count <= most]
+    crowds = [count for count in CROWDS if count <= num_slots and count * CROWD_TOKENS <= limits.n_batch]
+    found += [WarmStep(count, CROWD_TOKENS, draws) for count in crowds if most >= CROWD_TOKENS]
     if draws:
         found += [WarmStep(1, 1, False)] * TIMES  # as constraints need it
     return sorted(found, key=lambda step: step.num_rows * step.num_tokens)

@@ -11,15 +11,17 @@ from __future__ import annotations
 
 import ctypes
 from itertools import count
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from stoker.backends.llama.graph.ggml import F32, GraphTensor, ggml
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-NUM_PLACES = 16
-"""Shapes whose captured graphs are kept; some hundred kilobytes of the device's memory each."""
+NUM_ROW_PLACES, NUM_OTHER_PLACES = 16, 8
+"""Shapes whose captured graphs are kept, some hundred kilobytes of the device's memory each: those of decode
+rows come again and again, and those of prompts, each of which comes once, are not to take their places."""
+NUM_PLACES = NUM_ROW_PLACES + NUM_OTHER_PLACES
 NUM_MARKS = 3
 """Nodes at least; where more than four kinds are to be told apart, some more."""
 _NUM_HOST_NODES = 8
@@ -28,6 +30,13 @@ _NUM_SHAPED = 48
 """Nodes by which a graph's shape is known: more than a layer has."""
 
 Shape = tuple[int, int, bytes]
+
+
+class LogitRows(NamedTuple):
+    """So many rows of logits; `are_alone`: of decode rows, and nothing else is computed."""
+
+    num: int
+    are_alone: bool
 
 
 class MarkPlace:
@@ -59,20 +68,21 @@ class GraphMarks:
 
     def __init__(self) -> None:
         self._places = [MarkPlace() for _ in range(NUM_PLACES)]
-        self._numbers: dict[Shape, int] = {}  # of places, by shape, the one used last at the end
+        self._rows: dict[Shape, int] = {}  # numbers of places, by shape, the one used last at the end
+        self._others: dict[Shape, int] = {}
         self._last = self._places[0]
         self._num_reused = 0
 
     def __repr__(self) -> str:
-        return f"<GraphMarks of {len(self._numbers)} shapes>"
+        return f"<GraphMarks of {len(self._rows)} shapes of rows and {len(self._others)} others>"
 
-    def add(self, context: int, graph: int, num_rows: int, num_reused: int) -> None:
+    def add(self, context: int, graph: int, rows: LogitRows, num_reused: int) -> None:
         """Mark a graph that is complete but for what is made of its logits.
 
         Args:
             context: address of its ggml_context.
             graph: address of the ggml_cgraph.
-            num_rows: rows of logits.
+            rows: what it gives.
             num_reused: times that the library has used a graph again so far.
         """
         make = ggml()
@@ -80,7 +90,11 @@ class GraphMarks:
             self._last.was_captured()
         self._num_reused = num_reused
         nodes = (ctypes.c_void_p * make.num_nodes(graph)).from_address(make.nodes(graph))
-        number = self._place_of((len(nodes), num_rows, _dimensions(nodes[:_NUM_SHAPED])))
+        shape = len(nodes), rows.num, _dimensions(nodes[:_NUM_SHAPED])
+        if rows.are_alone:
+            number = self._place_of(shape, self._rows, range(NUM_ROW_PLACES))
+        else:
+            number = self._place_of(shape, self._others, range(NUM_ROW_PLACES, NUM_PLACES))
         place = self._last = self._places[number]
         for _ in range(number):  # each takes as much of the context: the mark's address is the place's own
             make.new_tensor_2d(context, F32, 1, 1)
@@ -91,15 +105,16 @@ class GraphMarks:
         make.add_to_graph(graph, mark)
         _put_first(make.nodes(graph), make.num_nodes(graph), len(nodes))
 
-    def _place_of(self, shape: Shape) -> int:
-        number = self._numbers.pop(shape, -1)
+    def _place_of(self, shape: Shape, numbers: dict[Shape, int], places: range) -> int:
+        """The number of the place that a shape has, or gets; `numbers` are those of its kind."""
+        number = numbers.pop(shape, -1)
         if number >= 0:
             self._places[number].may_be_captured()
         else:
-            is_full = len(self._numbers) == NUM_PLACES
-            number = self._numbers.pop(next(iter(self._numbers))) if is_full else len(self._numbers)
+            is_full = len(numbers) == len(places)
+            number = numbers.pop(next(iter(numbers))) if is_full else places[len(numbers)]
             self._places[number].give_away()
-        self._numbers[shape] = number
+        numbers[shape] = number
         return number
 
 
