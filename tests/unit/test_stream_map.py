@@ -12,6 +12,7 @@ from stoker.backends.stream_map import (
     COPIES_A_NEWCOMER,
     COPIES_A_PASS,
     MOST_COPIES,
+    PASSES_TO_COME,
     Copy,
     StreamMap,
     evened,
@@ -209,13 +210,25 @@ def test_what_is_only_kept_makes_way_for_those_that_begin(seed: int) -> None:
             native.drop(seq)
         left_apart = passes_without_copies(native, running + newcomers)
         num_copies, _ = native.step(dict.fromkeys(running + newcomers, 1))
-        bound = min(COPIES_A_PASS * (left_apart - 1), COPIES_A_NEWCOMER * len(newcomers))
+        bound = min(COPIES_A_PASS * PASSES_TO_COME * (left_apart - 1), COPIES_A_NEWCOMER * len(newcomers))
         assert num_copies <= bound + MOST_COPIES
         running += newcomers
         for _ in range(2 * MOST_COPIES):
             num_copies, num_passes_ = native.step(dict.fromkeys(running, 1))
         assert (num_copies, num_passes_) == (0, 1)
         running = random.sample(running, random.randrange(len(running) + 1))
+
+
+def test_two_halves_of_a_crowd_come_together_in_a_few_steps() -> None:
+    """SPEC C15: 32 rows of which 15 are apart were two passes for as many steps as there were copies."""
+    native = Native(72)
+    for seq in range(72):
+        native.begin(seq)
+    running = dict.fromkeys([*range(17), *range(40, 55)], 1)
+    told = [native.step(running) for _ in range(8)]
+    assert sum(passes > 1 for _, passes in told) <= 6
+    assert told[-1] == (0, 1)
+    assert max(copies for copies, _ in told) <= MOST_COPIES
 
 
 def passes_without_copies(native: Native, seqs: Sequence[int]) -> int:
@@ -239,12 +252,13 @@ def test_many_that_begin_beside_others_are_one_pass_as_well() -> None:
         assert native.step(dict.fromkeys(newcomers, 1))[1] == 1
 
 
-def test_a_pass_that_is_saved_is_worth_a_few_copies_and_no_more() -> None:
-    """SPEC C15: two that begin with one gap between them wait for as many as it costs, not for ten."""
-    for num_between, num_passes_ in ((COPIES_A_PASS, 1), (COPIES_A_PASS + 1, 2)):
-        native = Native(60)
-        native.step(dict.fromkeys(range(60), 1))
-        newcomers = [*range(20), *range(20 + num_between, 40)]
+def test_those_that_begin_wait_for_as_many_copies_as_their_gaps_are_worth_and_no_more() -> None:
+    """SPEC C15: a gap is a pass in this step, and in those to come until it is closed."""
+    most = COPIES_A_PASS * PASSES_TO_COME
+    for num_between, num_passes_ in ((most, 1), (most + 1, 2)):
+        native = Native(100 + num_between)
+        native.step(dict.fromkeys(range(100 + num_between), 1))
+        newcomers = [*range(50), *range(50 + num_between, 100 + num_between)]
         for seq in newcomers:
             native.drop(seq)
         assert native.step(dict.fromkeys(newcomers, 1))[1] == num_passes_

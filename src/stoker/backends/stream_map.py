@@ -21,11 +21,13 @@ if TYPE_CHECKING:
 
 MOST_COPIES = 8
 """Streams of sequences that run which are copied before one step; other gaps are closed before the next."""
-COPIES_A_NEWCOMER = 4
-"""Streams that are copied for each sequence that begins: a gap is a pass more in the steps to come, too."""
 COPIES_A_PASS = 8
-"""Streams that are copied for each pass that sequences which begin would have more: 0.7 to 1 ms each on an
-H100 and an H200, where a pass of prompts takes 7 to 18 ms."""
+"""Streams that are copied in the time of a pass: 0.7 to 1 ms each on an H100 and an H200, where a pass of
+prompts takes 7 to 18 ms, and one of decode rows, whose graph is another each time, 5."""
+COPIES_A_NEWCOMER = 4
+"""Streams that are copied for each sequence that begins, at most."""
+PASSES_TO_COME = 4
+"""What is apart when it begins costs so many passes, about, before the gap would be closed."""
 _ROUND = 8
 """Rows of a step are computed in multiples of this where there are more, so that a newcomer finds a place."""
 
@@ -142,23 +144,15 @@ class StreamMap:
     Args:
         num_sequences: how many there may be.
         n_ubatch: tokens of a pass.
-        copies_each, copies_a_pass: streams that are copied at most for each sequence that begins, and for
-            each pass that is saved by it.
+        copies_a_pass: streams that are copied in the time of a pass.
 
     Attributes:
         streams: that of each sequence which has one; read only.
         num_changes: how often a stream has changed hands.
     """
 
-    def __init__(
-        self,
-        num_sequences: int,
-        n_ubatch: int,
-        copies_each: int = COPIES_A_NEWCOMER,
-        copies_a_pass: int = COPIES_A_PASS,
-    ) -> None:
-        self._n_ubatch = n_ubatch
-        self._copies_each, self._copies_a_pass = copies_each, copies_a_pass
+    def __init__(self, num_sequences: int, n_ubatch: int, copies_a_pass: int = COPIES_A_PASS) -> None:
+        self._n_ubatch, self._copies_a_pass = n_ubatch, copies_a_pass
         self.streams: dict[int, int] = {}
         self.num_changes = 0
         self._free = set(range(num_sequences + 1))
@@ -166,7 +160,8 @@ class StreamMap:
         self._seqs: frozenset[int] = frozenset()  # sequences of the last step
         self._is_gathered = False  # these are consecutive, and no stream has changed hands since
         self._in_order: list[int] = []  # sequences that were in the order of their streams, likewise
-        self._num_wasted = 0  # passes that gaps have cost these since the last copies
+        self._num_wasted = 0  # passes that gaps have cost these
+        self._is_lasting = False  # in more than one step
 
     def __repr__(self) -> str:
         return f"<StreamMap {self.streams}, {len(self._free)} free>"
@@ -245,14 +240,17 @@ class StreamMap:
             return []
         running = frozenset(self.streams[seq] for seq in seqs if seq in self.streams)
         window, copies = self._gathered(running, len(newcomers))
-        worth = self._copies_a_pass * (self._num_apart(running, len(newcomers)) - 1)
-        if len(copies) > min(worth, self._copies_each * len(newcomers)):
+        num_saved = PASSES_TO_COME * (self._num_apart(running, len(newcomers)) - 1)
+        if len(copies) > min(self._copies_a_pass * num_saved, self._most_copies(len(newcomers))):
             return []
         for copy in copies:
             self._moved(copy)
         for seq, stream in zip(newcomers, sorted(self._free.intersection(window)), strict=True):
             self._take(seq, stream)
         return copies
+
+    def _most_copies(self, num_new: int) -> int:
+        return min(self._copies_a_pass, COPIES_A_NEWCOMER) * num_new
 
     def _num_apart(self, running: frozenset[int], num_new: int) -> int:
         """Into how many parts these streams fall, and so many free ones, chosen for few, without copies."""
@@ -264,18 +262,20 @@ class StreamMap:
     def close_gaps(self, counts: Mapping[int, int]) -> list[Copy]:
         """What to copy, in order, before a step of so many tokens by sequence; counted as done.
 
-        Nothing as long as the passes that the gaps have cost are fewer than the copies.
+        Nothing as long as the gaps have cost less than all the copies do, where these sequences have run
+        with gaps before; in the first step as long as they cost fewer passes.
         """
         if self._is_gathered and counts.keys() == self._seqs:
             return []
         seqs = frozenset(counts)
         if not (seqs <= self._seqs or self._seqs <= seqs):
-            self._num_wasted = 0  # others take turns, and what pays for these may not for them
+            self._num_wasted, self._is_lasting = 0, False  # others take turns, and what pays may not for them
         self._seqs = seqs
         by_stream = {self.stream(seq): count for seq, count in counts.items()}
         self._last = frozenset(by_stream)
         self._is_gathered = len(_first_run(sorted(by_stream))) == len(by_stream)
         if self._is_gathered:
+            self._num_wasted, self._is_lasting = 0, False
             return []
         _, copies = self._gathered(self._last)
         places = {copy.src: copy.dst for copy in copies}
@@ -284,9 +284,10 @@ class StreamMap:
         if num_saved <= 0:
             return []
         self._num_wasted += num_saved
-        if self._num_wasted < len(copies):
+        worth = max(1, self._copies_a_pass) if self._is_lasting else 1
+        self._is_lasting = True
+        if self._num_wasted * worth < len(copies):
             return []
-        self._num_wasted = 0
         del copies[MOST_COPIES:]
         for copy in copies:
             self._moved(copy)

@@ -20,7 +20,7 @@ from stoker.backends.cell_map import CellMap
 from stoker.backends.llama.batch import TokenBatch
 from stoker.backends.llama.binding import keeping_lock, llama
 from stoker.backends.protocol.backend import BatchPlan, PlanItem
-from stoker.backends.stream_map import COPIES_A_NEWCOMER, COPIES_A_PASS, StreamMap, evened, span
+from stoker.backends.stream_map import COPIES_A_PASS, StreamMap, evened, span
 from stoker.errors import EngineError
 
 if TYPE_CHECKING:
@@ -308,9 +308,8 @@ class Streams(Pool):
         self._shape: RowShape | None = None  # of the last step, if it was of decode rows
         self._seen: tuple[BatchPlan, int, RowShape | None] | None = None  # a plan, and how it is laid out
         self._capacity = int(llama.llama_n_ctx_seq(handle))
-        worth = int(_PASS_S / (_COPY_S + self._capacity * cell_bytes * _COPY_BYTE_S))
-        copies = (min(most, worth) for most in (COPIES_A_NEWCOMER, COPIES_A_PASS))
-        self.map = StreamMap(num_sequences, n_ubatch, *copies)
+        copy_s = _COPY_S + self._capacity * cell_bytes * _COPY_BYTE_S
+        self.map = StreamMap(num_sequences, n_ubatch, min(COPIES_A_PASS, int(_PASS_S / copy_s)))
         self.natives = self.map.streams
         self._num_streams = num_sequences + 1
         self._to_copy: set[int] = set()  # streams of copies that were not made yet
