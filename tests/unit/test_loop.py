@@ -12,7 +12,7 @@ from stoker.backends.protocol.backend import BatchPlan, PlanItem
 from stoker.client.process.transport import config_of
 from stoker.engine import loop
 from stoker.engine.jobs import preparations
-from stoker.engine.loop import TEND_EVERY_S, EngineLoop
+from stoker.engine.loop import COMING_SHARE, TEND_EVERY_S, EngineLoop
 from stoker.engine.process import EngineInThread
 from stoker.errors import PoolFullError
 from stoker.ipc.commands import Cancel, Detokenize, GetStatus, LoadModel, Shutdown, Submit, Tokenize
@@ -530,12 +530,107 @@ def test_prompts_that_find_a_device_idle_wait_a_little_for_those_being_prepared(
         real_now = engine.loop._clock.now
         monkeypatch.setattr(engine.loop._clock, "now", lambda: real_now() + 10.0)
         engine.until(lambda: plans)
-        assert engine.loop._preparations.has_quick(runner.prep), "the others came or were given up"
+        assert engine.loop._preparations.num_quick(runner.prep), "the others came or were given up"
         goes_on.set()
     engine.run("first", "late")
     assert len(plans[0].items) == (2 if others == "come" else 1)
     engine.inbox.put(Shutdown())
     engine.loop.run()
+
+
+class Coming:
+    """An engine whose model gathers and has a reader, while others are prepared, or not until `goes_on`.
+
+    Attributes:
+        plans: of its steps, from the time on when `ready` were prepared.
+    """
+
+    def __init__(self, monkeypatch, ready, coming):
+        self.goes_on = threading.Event()
+        begun, real = threading.Event(), preparations.prepare
+
+        def prepared(submit, *others):
+            if submit.request_id in coming:
+                begun.set()
+                self.goes_on.wait(60.0)
+            return real(submit, *others)
+
+        monkeypatch.setattr(preparations, "prepare", prepared)
+        self.engine = engine = Engine("fake:eog_period=0,is_async=1", num_slots=16)
+        self.runner = runner = engine.loop._runners.find("m")
+        engine.submit("reader", prompt="reader one", max_tokens=400)
+        engine.until(lambda: engine.tokens("reader"))
+        runner.gathers = True
+        self.plans, launch = [], runner.backend.launch
+        monkeypatch.setattr(runner.backend, "launch", lambda plan: self.plans.append(plan) or launch(plan))
+        for name in (*ready, *coming):
+            engine.submit(name, prompt=f"{name} one")
+        count = len(ready)
+        while len(runner.scheduler.queue) + len(runner.running) <= count or not begun.is_set():
+            for item in engine.inbox.take(0.05):
+                engine.loop._handle(item)
+        self.plans.clear()
+        self.names = [*ready, *coming]
+
+    def run(self):
+        """To the end of all."""
+        self.goes_on.set()
+        self.engine.run("reader", *self.names)
+        self.engine.inbox.put(Shutdown())
+        self.engine.loop.run()
+
+
+def test_prompts_that_came_during_a_launch_wait_for_those_that_did_too(monkeypatch):
+    """SPEC Q22: a step for the few that were ready was as long as one for all of a crowd."""
+    monkeypatch.setattr(loop, "COMING_S", 60.0)
+    coming = Coming(monkeypatch, ["first"], ["second", "third"])
+    engine, before = coming.engine, len(coming.engine.tokens("reader"))
+    engine.loop.turn(0.0)
+    assert not coming.plans
+    assert len(engine.tokens("reader")) == before + 1, "the reader has the token of the step in flight"
+    assert 50.0 < engine.loop._wait_s() <= 60.0
+    coming.goes_on.set()
+    engine.until(lambda: coming.plans)
+    assert sum(len(item.tokens) > 1 for item in coming.plans[0].items) == 3
+    coming.run()
+
+
+def test_they_do_not_wait_for_ever(monkeypatch):
+    """SPEC Q22."""
+    monkeypatch.setattr(loop, "COMING_S", 10.0)
+    coming = Coming(monkeypatch, ["first"], ["second"])
+    loop_ = coming.engine.loop
+    real_now = loop_._clock.now
+    monkeypatch.setattr(loop_._clock, "now", lambda: real_now() + 3.0)
+    loop_.turn(0.0)
+    assert not coming.plans
+    monkeypatch.setattr(loop_._clock, "now", lambda: real_now() + 10.0)
+    coming.engine.until(lambda: coming.plans)
+    assert sum(len(item.tokens) > 1 for item in coming.plans[0].items) == 1
+    coming.plans.clear()
+    coming.engine.until(lambda: len(coming.plans) > 5)
+    assert coming.engine.loop._preparations.num_quick(coming.runner.prep) == 1
+    coming.run()
+
+
+@pytest.mark.parametrize(("num_ready", "waits"), [(COMING_SHARE, True), (COMING_SHARE + 1, False)])
+def test_many_that_are_ready_do_not_wait_for_one(monkeypatch, num_ready, waits):
+    """SPEC Q22: it finds the next step."""
+    monkeypatch.setattr(loop, "COMING_S", 60.0)
+    coming = Coming(monkeypatch, [f"r{at}" for at in range(num_ready)], ["late"])
+    coming.engine.loop.turn(0.0)
+    assert (not coming.plans) == waits
+    coming.run()
+
+
+def test_those_that_stay_in_the_queue_keep_no_reader_waiting_for_others(monkeypatch):
+    """SPEC Q22: what a step has not begun waits for reasons of its own."""
+    monkeypatch.setattr(loop, "COMING_S", 60.0)
+    coming = Coming(monkeypatch, ["first"], ["second"])
+    coming.runner.num_new = 0
+    coming.engine.loop.turn(0.0)
+    assert coming.plans
+    coming.run()
 
 
 def held(monkeypatch, lull_s, gather_s, num_slots=4):
@@ -555,7 +650,7 @@ def arrive(engine, runner, name, age_s=0.0):
     count = len(runner.scheduler.queue)
     engine.submit(name, prompt=f"{name} one", age_s=age_s)
     engine.until(lambda: len(runner.scheduler.queue) > count)
-    assert not engine.loop._preparations.has_quick(runner.prep)
+    assert not engine.loop._preparations.num_quick(runner.prep)
     engine.loop.turn(0.0)
 
 

@@ -302,12 +302,12 @@ class Preparations:
         job.submit(work)
         return job
 
-    def has_quick(self, owner: PrepContext) -> bool:
-        """Whether results of that model are on their way that take some hundredths of a second at most."""
-        for job in self._jobs:
-            if job.owner is owner and job.lane is self._quick and job.is_open and not job.is_over:
-                return True
-        return False
+    def num_quick(self, owner: PrepContext) -> int:
+        """Results of that model that are on their way and take some hundredths of a second at most."""
+        lane = self._quick
+        return sum(
+            job.owner is owner and job.lane is lane and job.is_open and not job.is_over for job in self._jobs
+        )
 
     def uses(self, owner: PrepContext) -> bool:
         """Whether a job uses that model, one that was given up included."""

@@ -61,6 +61,7 @@ class ModelRunner(Protocol):
         degraded: what it was given less of than was asked for.
         flight: its step that is under way.
         gathers: a first step of several prompts takes its device as long as one of one.
+        num_new: requests that it accepted since it was scheduled last.
         allowance_s: what a one-shot call may take beside readers of another model; None: its own target.
         prep: what preparing a request for it takes.
         tally: what its steps did since that was asked last.
@@ -71,6 +72,7 @@ class ModelRunner(Protocol):
     degraded: tuple[str, ...]
     flight: Flight
     gathers: bool
+    num_new: int
     allowance_s: float | None
     prep: PrepContext
     tally: StepTally

@@ -60,7 +60,7 @@ class SlotRunner:
     Attributes:
         load: how it came into memory.
         degraded: what it was given less of than was asked for.
-        flight, gathers: see `ModelRunner`.
+        flight, gathers, num_new: see `ModelRunner`.
         allowance_s: not used: a step is bounded by the model's own policy.
         tally: what its steps did since that was asked last.
     """
@@ -78,6 +78,7 @@ class SlotRunner:
         self._num_stalls_total = 0
         limits = backend.capabilities
         self.scheduler = Scheduler(scheduler_limits(spec, backend), cache)
+        self.num_new = 0
         self.gathers = self.scheduler.limits.is_on_device and self.scheduler.limits.has_streams
         self.tally = self.scheduler.tally
         vision, draws = backend.extensions.vision, backend.extensions.draws
@@ -215,6 +216,7 @@ class SlotRunner:
 
     def accept(self, job: Job, now: float) -> None:
         """Put a prepared request in its queue: one-shot work beside the slots, all other into the slots'."""
+        self.num_new += 1
         if job.to_score is not None and job.choices:
             if self._choices is None:
                 self._choices = ChoiceSteps(self.backend, self.scheduler, self._timer, self._jobs)
@@ -260,6 +262,7 @@ class SlotRunner:
         self._has_gone_on = self._is_plain and self._steps.go_on(now)
         if self._has_gone_on:
             return
+        self.num_new = 0
         self._steps.finish(now)
         self._steps.deliver_first()
         is_steady = self.scheduler.is_steady(now)
