@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import dataclasses
 import logging
 from contextlib import contextmanager
@@ -12,13 +11,14 @@ import msgspec
 import numpy as np
 import pytest
 
+from ggml_graphs import computed
 from stoker.backends.llama.backend import LlamaBackend
 from stoker.backends.llama.binding import llama
 from stoker.backends.llama.cells import Streams
 from stoker.backends.llama.context import LlamaContext
 from stoker.backends.llama.context_options import ContextOptions
 from stoker.backends.llama.graph import draws
-from stoker.backends.llama.graph.ggml import F32, InitParams, ggml
+from stoker.backends.llama.graph.marks import GraphMarks, LogitRows
 from stoker.backends.llama.model import LlamaModel, ModelOptions
 from stoker.backends.protocol.backend import BatchPlan, PlanItem
 from stoker.cache.prefix_cache import CacheLimits, PrefixCache
@@ -172,51 +172,24 @@ def test_a_row_with_a_nan_says_so(write_vocabulary: WriteVocabulary) -> None:
         assert np.isnan(best.logits[:, 0]).all()
 
 
-@pytest.mark.parametrize("num_vocab", [1000, 5003, 40001, 300_000])
-def test_a_row_of_few_numbers_or_none_has_ids_of_its_vocabulary(num_vocab: int) -> None:
-    """B6, Q12: what fills groups up is then as good as most logits."""
-    rows = np.full((4, num_vocab), -np.inf, np.float32)
+@pytest.mark.parametrize("num_vocab", [1000, 5003, 40001, 151_665, 300_000])
+def test_a_row_of_few_numbers_has_each_of_them_once(num_vocab: int) -> None:
+    """B6, Q12: what fills groups and levels up is then as good as most logits, and stands for none."""
+    random = np.random.default_rng(num_vocab)
+    rows = np.full((8, num_vocab), -np.inf, np.float32)
     rows[1], rows[2] = 0.0, np.nan
-    rows[3, :: num_vocab // 30] = np.arange(len(rows[3, :: num_vocab // 30]))
+    for row in rows[3:]:  # among them the first and the last, beside which there is nothing
+        ids = [0, num_vocab - 1, *random.choice(num_vocab, 50, replace=False)]
+        row[ids] = random.standard_normal(len(ids))
     found = computed(rows, lambda context, given: draws._best_of(context, given, num_vocab, len(rows)))
     found = found.reshape(len(rows), draws.WIDTH)
-    ids, sums = found[:, draws.NUM_CANDIDATES : -1], found[:, -1]
-    assert ((ids >= 0) & (ids < num_vocab + 2 * draws.GROUP)).all()
-    assert np.isnan(sums).tolist() == [False, False, True, False]
-    np.testing.assert_array_equal(found[3, :30], -np.sort(-rows[3])[:30])
-
-
-def test_the_margins_of_a_level_stand_for_groups_that_there_are() -> None:
-    """B6: a device that would read a group outside of the logits would read somebody's memory."""
-    level = draws._Level(0, 2528, margin=13)
-    places = computed(np.zeros((1, 1), np.float32), lambda context, _given: level.places(context))
-    expected = [*[0] * 13, *range(2502), *[2501] * 13]
-    np.testing.assert_array_equal(places, expected)
-
-
-def computed(rows: Rows, build: Callable[[int, int], int]) -> Rows:
-    """What a graph of its own on the CPU makes of these rows; `build` adds to it and gives its end."""
-    memory = ctypes.create_string_buffer(64 * rows.nbytes + 2**22)
-    native = function("ggml_init", ctypes.c_void_p, InitParams)(
-        InitParams(len(memory), ctypes.addressof(memory), False)
-    )
-    given = ggml().new_tensor_2d(native, F32, *reversed(rows.shape))
-    data = function("ggml_get_data", ctypes.c_void_p, ctypes.c_void_p)
-    ctypes.memmove(data(given), rows.ctypes.data, rows.nbytes)
-    found = build(native, given)
-    graph = function("ggml_new_graph", ctypes.c_void_p, ctypes.c_void_p)(native)
-    ggml().add_to_graph(graph, found)
-    compute = function("ggml_graph_compute_with_ctx", ctypes.c_int, *[ctypes.c_void_p] * 2, ctypes.c_int)
-    assert compute(native, graph, 1) == 0
-    size = function("ggml_nelements", ctypes.c_int64, ctypes.c_void_p)(found)
-    return np.ctypeslib.as_array((ctypes.c_float * size).from_address(data(found))).copy()
-
-
-def function(name: str, returns: object, *takes: object) -> Callable[..., Any]:
-    """One of ggml's."""
-    native = getattr(llama._lib, name)
-    native.restype, native.argtypes = returns, takes
-    return native
+    logits, ids = found[:, : draws.NUM_CANDIDATES], found[:, draws.NUM_CANDIDATES : -1].astype(int)
+    assert np.isnan(found[:, -1]).tolist() == [False, False, True] + [False] * 5
+    assert all(len(set(of_row)) == draws.NUM_CANDIDATES for of_row in ids.tolist())
+    assert (ids >= 0).all()
+    filled = np.pad(rows, ((0, 0), (0, 2 * draws.GROUP)), constant_values=-np.inf)
+    np.testing.assert_array_equal(np.take_along_axis(filled, ids, axis=1), logits)
+    np.testing.assert_array_equal(logits[3:], -np.sort(-rows[3:], axis=1)[:, : draws.NUM_CANDIDATES])
 
 
 def test_a_short_vocabulary_is_read_whole(tiny_decoder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -348,6 +321,31 @@ def test_the_estimate_counts_what_finding_the_largest_takes(
     assert taken <= estimate.lines["compute"] <= 1.25 * taken
     rows = 4 * num_vocab * options.num_sequences
     assert 2 * rows < estimate.on_devices["card"]["compute"] < 3.5 * rows
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_steps_of_decode_rows_alone_are_marked_as_such(
+    tiny_decoder: Path, monkeypatch: pytest.MonkeyPatch, way: str
+) -> None:
+    """B7: whatever is wanted of them, and in a pool too; a prompt beside them makes another step of it."""
+    told: list[bool] = []
+    add = GraphMarks.add
+
+    def added(marks: GraphMarks, context: int, graph: int, rows: LogitRows, num_reused: int) -> None:
+        told.append(rows.are_alone)
+        add(marks, context, graph, rows, num_reused)
+
+    monkeypatch.setattr(GraphMarks, "add", added)
+    with opened(tiny_decoder, WAYS[way]) as context:
+        expected = {(5, 1): [False], (1, 2): [True], (1, 3): [True], (6, 3): [False]}
+        for number, ((num_tokens, num_rows), are_alone) in enumerate(expected.items()):
+            told.clear()
+            takes = [seq != number % 2 for seq in range(num_rows)]
+            tokens = [range(30, 30 + num_tokens), *[(40,)] * (num_rows - 1)]
+            starts = [context.lengths[seq] for seq in range(num_rows)]
+            items = zip(range(num_rows), starts, tokens, [1] * num_rows, takes, strict=True)
+            launched(context, *(PlanItem(*item) for item in items))
+            assert told[:1] == are_alone, f"{num_rows} items, the first of {num_tokens} tokens"
 
 
 def num_reused(context: LlamaContext) -> int:

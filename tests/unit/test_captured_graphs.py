@@ -7,23 +7,23 @@ import os
 import random
 import subprocess
 import sys
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import pytest
 from bench import captured_graphs
 
+from ggml_graphs import begun, function
 from stoker.backends.device import Device
 from stoker.backends.llama import context as contexts
-from stoker.backends.llama.binding import llama
 from stoker.backends.llama.context import LlamaContext
 from stoker.backends.llama.context_options import ContextOptions
-from stoker.backends.llama.graph.ggml import F32, GraphTensor, InitParams, ggml
+from stoker.backends.llama.graph.ggml import F32, GraphTensor, ggml
 from stoker.backends.llama.graph.marks import NUM_MARKS, NUM_PLACES, NUM_ROW_PLACES, GraphMarks, LogitRows
 from stoker.backends.llama.model import LlamaModel, ModelOptions
 from tiny_models import write_llama, write_wide_llama
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Iterator
 
 SETTLED = """
 import logging, os
@@ -98,18 +98,11 @@ def context() -> Iterator[int]:
     del memory
 
 
-def function(name: str, returns: object, *takes: object) -> Callable[..., Any]:
-    """One of ggml's."""
-    native = getattr(llama._lib, name)
-    native.restype, native.argtypes = returns, takes
-    return native
-
-
 def built(
     context: int, marks: GraphMarks, shape: tuple[int, int], num_reused: int
 ) -> tuple[int, tuple[int, ...]]:
     """A marked graph, of decode rows if these are all its tokens: its first node, and its marks' ops."""
-    native = function("ggml_init", ctypes.c_void_p, InitParams)(InitParams(2**22, context, True))
+    native = begun(context, 2**22, no_alloc=True)
     graph, make = function("ggml_new_graph", ctypes.c_void_p, ctypes.c_void_p)(native), ggml()
     num_tokens, num_rows = shape
     node = make.new_tensor_2d(native, F32, 4, num_tokens)

@@ -32,6 +32,7 @@ from stoker.ipc.events import (
 )
 from stoker.ipc.model import ModelSpec
 from stoker.ipc.request import FinishReason, GenerateRequest, Preempt, Priority, Sampling, StateOutput
+from stoker.scheduler.queue import Throttle
 from stoker.settings import EngineSettings
 
 GREEDY = Sampling(temperature=0.0)
@@ -543,10 +544,16 @@ class Coming:
 
     Attributes:
         plans: of its steps, from the time on when `ready` were prepared.
+        shift_s: what its clock, which stands still, is ahead.
+
+    Args:
+        ready, coming: names of the others.
+        priority: of all these.
+        on_another: a device of another model, which has a reader as well.
     """
 
-    def __init__(self, monkeypatch, ready, coming):
-        self.goes_on = threading.Event()
+    def __init__(self, monkeypatch, ready, coming, *, priority=Priority.INTERACTIVE, on_another=None):
+        self.goes_on, self.shift_s = threading.Event(), 0.0
         begun, real = threading.Event(), preparations.prepare
 
         def prepared(submit, *others):
@@ -556,21 +563,40 @@ class Coming:
             return real(submit, *others)
 
         monkeypatch.setattr(preparations, "prepare", prepared)
-        self.engine = engine = Engine("fake:eog_period=0,is_async=1", num_slots=16)
+        monkeypatch.setattr(loop, "COMING_S", 20.0)
+        self.engine = engine = Engine("fake:eog_period=0,is_async=1,device=left", num_slots=16)
+        if on_another is not None:
+            path = f"fake:eog_period=0,is_async=1,device={on_another}"
+            engine.put(LoadModel(ModelSpec(id="n", path=path, n_ctx=512)))
+            engine.until(lambda: engine.loop._runners.find("n"))
+            engine.submit("beside", prompt="beside one", max_tokens=400, model="n")
+            engine.until(lambda: engine.tokens("beside"))
+        real_now, stands = engine.loop._clock.now, []
+        monkeypatch.setattr(
+            engine.loop._clock, "now", lambda: (stands[0] if stands else real_now()) + self.shift_s
+        )
         self.runner = runner = engine.loop._runners.find("m")
         engine.submit("reader", prompt="reader one", max_tokens=400)
         engine.until(lambda: engine.tokens("reader"))
+        stands.append(real_now())
         runner.gathers = True
         self.plans, launch = [], runner.backend.launch
         monkeypatch.setattr(runner.backend, "launch", lambda plan: self.plans.append(plan) or launch(plan))
         for name in (*ready, *coming):
-            engine.submit(name, prompt=f"{name} one")
-        count = len(ready)
-        while len(runner.scheduler.queue) + len(runner.running) <= count or not begun.is_set():
-            for item in engine.inbox.take(0.05):
+            engine.submit(name, prompt=f"{name} one", priority=priority)
+        for _ in range(600):
+            if len(runner.scheduler.queue) == len(ready) and begun.is_set():
+                break
+            for item in engine.inbox.take(0.1):
                 engine.loop._handle(item)
+        else:
+            pytest.fail(f"{ready} were not prepared")
         self.plans.clear()
         self.names = [*ready, *coming]
+
+    def num_prompts(self):
+        """Of the first step."""
+        return sum(len(item.tokens) > 1 for item in self.plans[0].items)
 
     def run(self):
         """To the end of all."""
@@ -582,31 +608,27 @@ class Coming:
 
 def test_prompts_that_came_during_a_launch_wait_for_those_that_did_too(monkeypatch):
     """SPEC Q22: a step for the few that were ready was as long as one for all of a crowd."""
-    monkeypatch.setattr(loop, "COMING_S", 60.0)
     coming = Coming(monkeypatch, ["first"], ["second", "third"])
     engine, before = coming.engine, len(coming.engine.tokens("reader"))
     engine.loop.turn(0.0)
     assert not coming.plans
     assert len(engine.tokens("reader")) == before + 1, "the reader has the token of the step in flight"
-    assert 50.0 < engine.loop._wait_s() <= 60.0
+    assert 19.0 < engine.loop._wait_s() <= 20.0
     coming.goes_on.set()
     engine.until(lambda: coming.plans)
-    assert sum(len(item.tokens) > 1 for item in coming.plans[0].items) == 3
+    assert coming.num_prompts() == 3
     coming.run()
 
 
 def test_they_do_not_wait_for_ever(monkeypatch):
-    """SPEC Q22."""
-    monkeypatch.setattr(loop, "COMING_S", 10.0)
+    """SPEC Q22: once, and then nothing that is still being prepared holds a step up."""
     coming = Coming(monkeypatch, ["first"], ["second"])
-    loop_ = coming.engine.loop
-    real_now = loop_._clock.now
-    monkeypatch.setattr(loop_._clock, "now", lambda: real_now() + 3.0)
-    loop_.turn(0.0)
+    coming.shift_s = 19.0
+    coming.engine.loop.turn(0.0)
     assert not coming.plans
-    monkeypatch.setattr(loop_._clock, "now", lambda: real_now() + 10.0)
+    coming.shift_s = 20.0
     coming.engine.until(lambda: coming.plans)
-    assert sum(len(item.tokens) > 1 for item in coming.plans[0].items) == 1
+    assert coming.num_prompts() == 1
     coming.plans.clear()
     coming.engine.until(lambda: len(coming.plans) > 5)
     assert coming.engine.loop._preparations.num_quick(coming.runner.prep) == 1
@@ -616,20 +638,56 @@ def test_they_do_not_wait_for_ever(monkeypatch):
 @pytest.mark.parametrize(("num_ready", "waits"), [(COMING_SHARE, True), (COMING_SHARE + 1, False)])
 def test_many_that_are_ready_do_not_wait_for_one(monkeypatch, num_ready, waits):
     """SPEC Q22: it finds the next step."""
-    monkeypatch.setattr(loop, "COMING_S", 60.0)
     coming = Coming(monkeypatch, [f"r{at}" for at in range(num_ready)], ["late"])
     coming.engine.loop.turn(0.0)
     assert (not coming.plans) == waits
     coming.run()
 
 
-def test_those_that_stay_in_the_queue_keep_no_reader_waiting_for_others(monkeypatch):
-    """SPEC Q22: what a step has not begun waits for reasons of its own."""
-    monkeypatch.setattr(loop, "COMING_S", 60.0)
-    coming = Coming(monkeypatch, ["first"], ["second"])
-    coming.runner.num_new = 0
-    coming.engine.loop.turn(0.0)
+@pytest.mark.parametrize("why", ["a step has not begun them", "background", "held back", "a question"])
+def test_no_reader_waits_for_others_without_a_prompt_that_gains_by_it(monkeypatch, why):
+    """SPEC Q22: what waits for reasons of its own, jobs, and what comes and is no prompt."""
+    priority = Priority.BACKGROUND if why == "background" else Priority.INTERACTIVE
+    coming = Coming(monkeypatch, ["first"], ["second"], priority=priority)
+    engine = coming.engine
+    if why == "a step has not begun them":
+        coming.runner.num_new = 0
+    elif why == "held back":
+        engine.loop._runners.hold_back(Throttle(holds_background=True))
+    elif why == "a question":
+        (job,) = engine.loop._preparations._jobs[-1:]
+        job.is_request = False
+    engine.loop.turn(0.0)
     assert coming.plans
+    coming.run()
+
+
+def test_a_question_about_text_is_not_waited_for(monkeypatch):
+    """SPEC Q22: it becomes no prompt."""
+    goes_on, real = threading.Event(), preparations.answer
+    monkeypatch.setattr(preparations, "answer", lambda *given: goes_on.wait(60.0) and real(*given))
+    engine = Engine("fake:eog_period=0,is_async=1")
+    prep = engine.loop._runners.find("m").prep
+    engine.put(Tokenize(call_id=1, model="m", text="a text"))
+    engine.until(lambda: any(job.is_open for job in engine.loop._preparations._jobs))
+    assert engine.loop._preparations.num_quick(prep) == 0
+    goes_on.set()
+    engine.until(lambda: engine.of(Reply))
+    engine.inbox.put(Shutdown())
+    engine.loop.run()
+
+
+def test_another_model_on_a_device_of_its_own_makes_the_wait_no_longer(monkeypatch):
+    """SPEC Q22: each waits from its own last turn on, and its readers have what was computed meanwhile."""
+    coming = Coming(monkeypatch, ["first"], ["second"], on_another="right")
+    engine, before = coming.engine, len(coming.engine.tokens("reader"))
+    for shift_s in (0.0, 10.0, 19.0):
+        coming.shift_s, num_there = shift_s, len(engine.tokens("beside"))
+        engine.until(lambda: len(engine.tokens("beside")) > num_there + 5)  # noqa: B023 - called at once
+        assert not coming.plans
+        assert len(engine.tokens("reader")) == before + 1
+    coming.shift_s = 20.0
+    engine.until(lambda: coming.plans, turns=5)
     coming.run()
 
 

@@ -3,8 +3,8 @@
 A step is cheapest where its sequences lie in consecutive streams: llama.cpp computes the next token of
 consecutive streams in one forward pass, and cuts the step at every gap. So sequences that begin take streams
 beside those that run, and what only keeps something there goes out of their way. Other gaps are closed by
-copying streams, as soon as the passes that they have cost are as many as the copies. Pure bookkeeping: what
-lies in the streams, and how it is copied, is the backend's.
+copying streams, as soon as the passes that they have cost took as long as all the copies will. Pure
+bookkeeping: what lies in the streams, and how it is copied, is the backend's.
 
 A step of prompts of several lengths is cut where each of them ends. `evened` says how long they have to be
 for few passes: what is computed in vain costs less than the passes.
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
 MOST_COPIES = 8
-"""Streams of sequences that run which are copied before one step; other gaps are closed before the next."""
+"""Copies that `close_gaps` makes before one step; the rest are made before the next ones."""
 COPIES_A_PASS = 8
 """Streams that are copied in the time of a pass: 0.7 to 1 ms each on an H100 and an H200, where a pass of
 prompts takes 7 to 18 ms, and one of decode rows, whose graph is another each time, 5."""
@@ -129,13 +129,8 @@ def _runs(streams: Iterable[int]) -> list[list[int]]:
 
 
 def _first_run(streams: Iterable[int]) -> list[int]:
-    """The first of ascending streams, and those that follow it without a gap."""
-    run: list[int] = []
-    for stream in streams:
-        if run and stream != run[-1] + 1:
-            break
-        run.append(stream)
-    return run
+    """The first of ascending streams, at least one, and those that follow it without a gap."""
+    return _runs(streams)[0]
 
 
 class StreamMap:
@@ -161,7 +156,7 @@ class StreamMap:
         self._is_gathered = False  # these are consecutive, and no stream has changed hands since
         self._in_order: list[int] = []  # sequences that were in the order of their streams, likewise
         self._num_wasted = 0  # passes that gaps have cost these
-        self._is_lasting = False  # in more than one step
+        self._had_gaps = False  # these ran with gaps in an earlier step
 
     def __repr__(self) -> str:
         return f"<StreamMap {self.streams}, {len(self._free)} free>"
@@ -241,16 +236,14 @@ class StreamMap:
         running = frozenset(self.streams[seq] for seq in seqs if seq in self.streams)
         window, copies = self._gathered(running, len(newcomers))
         num_saved = PASSES_TO_COME * (self._num_apart(running, len(newcomers)) - 1)
-        if len(copies) > min(self._copies_a_pass * num_saved, self._most_copies(len(newcomers))):
+        each = min(self._copies_a_pass, COPIES_A_NEWCOMER)
+        if len(copies) > min(self._copies_a_pass * num_saved, each * len(newcomers)):
             return []
         for copy in copies:
             self._moved(copy)
         for seq, stream in zip(newcomers, sorted(self._free.intersection(window)), strict=True):
             self._take(seq, stream)
         return copies
-
-    def _most_copies(self, num_new: int) -> int:
-        return min(self._copies_a_pass, COPIES_A_NEWCOMER) * num_new
 
     def _num_apart(self, running: frozenset[int], num_new: int) -> int:
         """Into how many parts these streams fall, and so many free ones, chosen for few, without copies."""
@@ -262,20 +255,20 @@ class StreamMap:
     def close_gaps(self, counts: Mapping[int, int]) -> list[Copy]:
         """What to copy, in order, before a step of so many tokens by sequence; counted as done.
 
-        Nothing as long as the gaps have cost less than all the copies do, where these sequences have run
-        with gaps before; in the first step as long as they cost fewer passes.
+        Nothing as long as the gaps have cost less time than all the copies take; in the first step with
+        gaps, as long as they cost fewer passes than there are copies.
         """
         if self._is_gathered and counts.keys() == self._seqs:
             return []
         seqs = frozenset(counts)
         if not (seqs <= self._seqs or self._seqs <= seqs):
-            self._num_wasted, self._is_lasting = 0, False  # others take turns, and what pays may not for them
+            self._num_wasted, self._had_gaps = 0, False  # others take turns, and what pays may not for them
         self._seqs = seqs
         by_stream = {self.stream(seq): count for seq, count in counts.items()}
         self._last = frozenset(by_stream)
         self._is_gathered = len(_first_run(sorted(by_stream))) == len(by_stream)
         if self._is_gathered:
-            self._num_wasted, self._is_lasting = 0, False
+            self._num_wasted, self._had_gaps = 0, False
             return []
         _, copies = self._gathered(self._last)
         places = {copy.src: copy.dst for copy in copies}
@@ -284,8 +277,8 @@ class StreamMap:
         if num_saved <= 0:
             return []
         self._num_wasted += num_saved
-        worth = max(1, self._copies_a_pass) if self._is_lasting else 1
-        self._is_lasting = True
+        worth = max(1, self._copies_a_pass) if self._had_gaps else 1
+        self._had_gaps = True
         if self._num_wasted * worth < len(copies):
             return []
         del copies[MOST_COPIES:]

@@ -88,10 +88,11 @@ LULL_S = 0.003
 """How long after the last arrival one more is waited for: the server submits the requests of a crowd one by
 one, one in each millisecond or two. Preparing a prompt takes a part of that time anyway."""
 COMING_S = 0.02
-"""How long prompts that came while a step was launched wait for others that did: preparing them takes the
-interpreter, which a launch keeps for 10 to 30 ms. Of 46 that came meanwhile three were ready for the next."""
+"""How long people's prompts that came while a step was launched wait for others that did: preparing these
+takes the interpreter, which a launch keeps for 10 to 30 ms. Of 46 that came then, three were ready for the
+next step."""
 COMING_SHARE = 4
-"""So many that are ready wait for one that is not, and no more."""
+"""A step waits while at most so many prompts are ready for each that is being prepared."""
 TEND_EVERY_S = 0.1
 """Between steps shorter than that, what is due by time alone waits so long."""
 RETRY_WHILE_LOADING_S = 5.0
@@ -288,17 +289,23 @@ class EngineLoop:
             runner.schedule(now)
             self._flush()  # admissions are published before a step that may crash
             runner.step(self._clock.now())
-            self._busy_s, self._is_clean = self._clock.now(), False
+            runner.stepped_s = self._busy_s = self._clock.now()
+            self._is_clean = False
             self._runners.served(runner, self._busy_s - now)
             if self._runners.throttle.halves_time:
                 self._timer.collect()  # its time is not the nap's
                 self._nap_until_s = self._busy_s + (self._busy_s - now)
-        elif self._runners.has_work:
+        elif now >= self._rest_s and not self._runners.has_work:
+            self._use_time(now)
+        if runner is None or len(self._runners) > 1:
             self._settle_held(now)
-        elif now >= self._rest_s and (cold := self._cold()) is not None:
+
+    def _use_time(self, now: float) -> None:
+        """Nothing is to be computed: what nobody waits for, in parts."""
+        if (cold := self._cold()) is not None:
             self._flush()  # that it is ready is known before it is warm
             cold.warm(now)
-        elif now >= self._rest_s:
+        else:
             self._rest()
 
     @property
@@ -309,23 +316,35 @@ class EngineLoop:
     def _held_until_s(self, runner: ModelRunner) -> float:
         """Until when a step that would begin prompts waits for those on their way; 0: it does not.
 
-        Beside rows, which wait with them, only those that came since the last step do, and once.
+        Where others run, which wait with it, a step waits once, and for people's requests that are new alone.
         """
-        if not runner.gathers or (runner.running and not runner.num_new):
+        if not runner.gathers:
+            return 0.0
+        if runner.running and (not runner.num_new or self._runners.throttle != Throttle()):
             return 0.0
         arrivals = [sequence.arrival_s for each in runner.queues for sequence in each.queue]
         if not 0 < len(arrivals) < runner.spec.num_slots - len(runner.running):
             return 0.0
         num_coming = self._preparations.num_quick(runner.prep)
         if runner.running:
-            return self._busy_s + COMING_S if runner.num_new <= COMING_SHARE * num_coming else 0.0
+            return runner.stepped_s + COMING_S if runner.num_new <= COMING_SHARE * num_coming else 0.0
         latest_s = min(arrivals) + GATHER_S
         return latest_s if num_coming else min(latest_s, max(arrivals) + LULL_S)
 
+    def _held_due_s(self, runner: ModelRunner, now: float) -> tuple[float, ...]:
+        """When a model whose next step is held is to be looked at."""
+        until_s = self._held_until_s(runner)
+        return (until_s, runner.flight.due_s) if until_s > now else ()
+
     def _settle_held(self, now: float) -> None:
-        """Whoever reads has what is computed while a step waits."""
-        for runner in self._runners:
-            if self._held_until_s(runner) > now:
+        """Finish and deliver the step in flight of each model whose next one is held, once it is over.
+
+        Where no other model has work it is waited for.
+        """
+        working = [runner for runner in self._runners if runner.has_work]
+        for runner in working:
+            is_over = len(working) == 1 or runner.flight.due_s <= now
+            if is_over and self._held_until_s(runner) > now:
                 runner.settle(now)
 
     def _cold(self) -> ModelRunner | None:
@@ -344,8 +363,9 @@ class EngineLoop:
         if self._runners.has_work:
             if now < self._nap_until_s:
                 return self._nap_until_s - now
-            held = (self._held_until_s(runner) for runner in self._runners if runner.has_work)
-            return min((until_s - now for until_s in held if until_s > now), default=0.0)
+            held = [runner for runner in self._runners if runner.has_work]
+            looks = [at for runner in held for at in self._held_due_s(runner, now)]
+            return min((at - now for at in looks if at > now), default=0.0)
         due = [
             self._jobs.next_deadline_s(),
             self._preparations.next_due_s(now),

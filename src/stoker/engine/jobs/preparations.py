@@ -173,6 +173,7 @@ class Preparation:
         owner: whose vocabulary it uses.
         lane: where it waits and runs.
         is_over: it uses nothing of its model any more.
+        is_request: its result is a request, and not the answer to a question.
         began_s: when it began, by `time.monotonic`; None: it waits.
     """
 
@@ -181,7 +182,7 @@ class Preparation:
     ) -> None:
         self.owner = owner
         self.lane = lane
-        self.is_over = False
+        self.is_over = self.is_request = False
         self.began_s: float | None = None
         self._future: Future[None] | None = None
         self._inbox = inbox
@@ -267,7 +268,9 @@ class Preparations:
         def work() -> Posted:
             return Prepared(prepare(submit, context, arrival_s), context)
 
-        return self.begin(work, failed, context, is_quick=is_quick(submit.request, context))
+        job = self.begin(work, failed, context, is_quick=is_quick(submit.request, context))
+        job.is_request = True
+        return job
 
     def answer(self, ask: TextQuestion, context: PrepContext) -> None:
         """Answer a question about text; posts Reply."""
@@ -303,11 +306,9 @@ class Preparations:
         return job
 
     def num_quick(self, owner: PrepContext) -> int:
-        """Results of that model that are on their way and take some hundredths of a second at most."""
-        lane = self._quick
-        return sum(
-            job.owner is owner and job.lane is lane and job.is_open and not job.is_over for job in self._jobs
-        )
+        """How many requests for that model are on their way that take some hundredths of a second at most."""
+        quick = (job for job in self._jobs if job.owner is owner and job.lane is self._quick)
+        return sum(job.is_request and job.is_open and not job.is_over for job in quick)
 
     def uses(self, owner: PrepContext) -> bool:
         """Whether a job uses that model, one that was given up included."""

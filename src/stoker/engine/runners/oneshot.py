@@ -87,7 +87,7 @@ class OneShotRunner:
         self.degraded: tuple[str, ...] = ()
         self.allowance_s: float | None = None
         self.flight = Flight()
-        self.num_new = 0  # nobody waits for more of them
+        self.stepped_s, self.num_new = 0.0, 0  # nothing is counted, as it never gathers
         self.gathers = False  # texts of a call are together as it is
         self._timer = timer
         self._jobs = jobs

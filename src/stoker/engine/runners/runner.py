@@ -61,7 +61,8 @@ class ModelRunner(Protocol):
         degraded: what it was given less of than was asked for.
         flight: its step that is under way.
         gathers: a first step of several prompts takes its device as long as one of one.
-        num_new: requests that it accepted since it was scheduled last.
+        num_new: people's requests that it accepted since it was scheduled last.
+        stepped_s: when its last turn ended, on the engine's clock; set by the loop.
         allowance_s: what a one-shot call may take beside readers of another model; None: its own target.
         prep: what preparing a request for it takes.
         tally: what its steps did since that was asked last.
@@ -73,6 +74,7 @@ class ModelRunner(Protocol):
     flight: Flight
     gathers: bool
     num_new: int
+    stepped_s: float
     allowance_s: float | None
     prep: PrepContext
     tally: StepTally

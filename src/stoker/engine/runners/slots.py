@@ -24,7 +24,7 @@ from stoker.grammar.compiler import GrammarCompiler
 from stoker.grammar.tokenizer import GrammarTokenizer
 from stoker.ipc.events import Parked
 from stoker.ipc.model import KVLayout, ModelClass
-from stoker.ipc.request import FinishReason
+from stoker.ipc.request import FinishReason, Priority
 from stoker.ipc.status import ModelRoom
 from stoker.kv.cells import SchedulerLimits
 from stoker.kv.sequence import ParkForm, SequenceState
@@ -42,7 +42,6 @@ if TYPE_CHECKING:
     from stoker.engine.residency.load import Load
     from stoker.engine.threads.timer import StepTimer
     from stoker.ipc.model import ModelSpec
-    from stoker.ipc.request import Priority
     from stoker.ipc.status import SlotStatus
     from stoker.kv.ops import Parking, Schedule
     from stoker.kv.sequence import Sequence
@@ -60,7 +59,7 @@ class SlotRunner:
     Attributes:
         load: how it came into memory.
         degraded: what it was given less of than was asked for.
-        flight, gathers, num_new: see `ModelRunner`.
+        flight, gathers, num_new, stepped_s: see `ModelRunner`.
         allowance_s: not used: a step is bounded by the model's own policy.
         tally: what its steps did since that was asked last.
     """
@@ -78,7 +77,7 @@ class SlotRunner:
         self._num_stalls_total = 0
         limits = backend.capabilities
         self.scheduler = Scheduler(scheduler_limits(spec, backend), cache)
-        self.num_new = 0
+        self.stepped_s, self.num_new = 0.0, 0
         self.gathers = self.scheduler.limits.is_on_device and self.scheduler.limits.has_streams
         self.tally = self.scheduler.tally
         vision, draws = backend.extensions.vision, backend.extensions.draws
@@ -216,7 +215,7 @@ class SlotRunner:
 
     def accept(self, job: Job, now: float) -> None:
         """Put a prepared request in its queue: one-shot work beside the slots, all other into the slots'."""
-        self.num_new += 1
+        self.num_new += job.request.priority is Priority.INTERACTIVE
         if job.to_score is not None and job.choices:
             if self._choices is None:
                 self._choices = ChoiceSteps(self.backend, self.scheduler, self._timer, self._jobs)

@@ -146,6 +146,9 @@ class Runners:
     def __iter__(self) -> Iterator[ModelRunner]:
         return iter(tuple(self._models.values()))
 
+    def __len__(self) -> int:
+        return len(self._models)
+
     @property
     def has_work(self) -> bool:
         """Whether any model has something to compute."""

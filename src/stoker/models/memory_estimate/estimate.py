@@ -60,7 +60,7 @@ _REPACKED_ROWS = 8
 _MATRIX_DIMS = 2
 
 _FRAGMENTS = 1.06  # of a compute buffer, lost between tensors
-_BLOCK = 32  # rows that a device searches are filled up to so many: `backends.llama.graph.draws`
+_FILLED_TO = 32  # a device fills rows up to a multiple of this many logits: `backends.llama.graph.draws`
 _DRAWN_OUTPUTS = 4  # beside each logit the library then has room for a probability and two ids
 _STATE_COPIES = 2.5  # of all recurrent states of one layer, in a step
 _LIBRARY_BYTES = 8 * 2**20  # code, tables and threads
@@ -314,7 +314,7 @@ class _Model:
     def _draws_compute(self, shape: _Shape) -> int:
         """The last rows of logits where a device finds the largest: one a sequence, and a copy."""
         vocabulary = self.widths.vocabulary
-        copies = 2 + (vocabulary % _BLOCK > 0)  # one more where the last block is filled up
+        copies = 2 + (vocabulary % _FILLED_TO > 0)  # one more where rows are filled up
         rows = copies * vocabulary * (shape.num_sequences + 1)
         embeddings = 2 * shape.num_rounded * self.header.embedding_length
         return int(_FRAGMENTS * (rows + embeddings) * _FLOAT_BYTES)

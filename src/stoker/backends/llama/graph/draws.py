@@ -52,6 +52,8 @@ MAX_VOCAB = 2**24
 _MIN_ADDED, _MAX_ADDED = 64, 4096
 """Logits that one block of threads adds, of which a whole number makes a row."""
 
+_LOW = -3e38
+"""Lower maxima are as good as this one: what is drawn from is never among them."""
 _DESCENDING, _MAX = 1, 0  # enum ggml_sort_order, ggml_op_pool
 _count_of_row = keeping_lock(llama.llama_get_sampled_logits_count_ith)  # of a call that was waited for
 
@@ -65,7 +67,7 @@ class _Level:
     Attributes:
         values: address of a contiguous tensor (num, number of rows), float32.
         num: values of a row.
-        margin: so many at each end are of no group.
+        margin: so many at each end are of no group, and lower than all that are.
     """
 
     values: int
@@ -74,21 +76,17 @@ class _Level:
 
     def above(self, context: int) -> _Level:
         """Adds the level above; one that will have another above it is made of whole groups."""
-        num = self.num // GROUP
+        make, num = ggml(), self.num // GROUP
         margin = -num % (2 * GROUP) // 2 if num > SORTED else 0
-        values = ggml().pool_2d(context, self.values, _MAX, GROUP, 1, GROUP, 1, margin * GROUP, 0)
+        values = make.pool_2d(context, self.values, _MAX, GROUP, 1, GROUP, 1, 0, 0)
+        if margin:  # which a pool fills with the least of all numbers
+            values = make.clamp(context, values, _LOW, math.inf)
+            values = make.pool_2d(context, values, _MAX, 1, 1, 1, 1, margin, 0)
         return _Level(values, num + 2 * margin, margin)
 
     def places(self, context: int) -> int:
-        """Adds the number of each value below: of its group, or its id where there is nothing below; float32.
-
-        What is of no group is never among the best, but where all values of a row are alike or no numbers.
-        """
-        make = ggml()
-        places = make.arange(context, -self.margin, self.num - self.margin, 1)
-        if not self.margin:
-            return places
-        return make.clamp(context, places, 0, self.num - 2 * self.margin - 1)
+        """Adds the number of each value below, float32: of its group, or its id where nothing is below."""
+        return ggml().arange(context, -self.margin, self.num - self.margin, 1)
 
 
 def _best_of(context: int, logits: int, num_vocab: int, num_rows: int) -> int:
@@ -185,7 +183,8 @@ class DeviceDraws:
         self._found = np.empty((0, num_vocab), np.float32)
         self._found_address = 0
         self._nothing = np.empty((0, num_vocab), np.float32)
-        self._gathers = False  # what is computed now is decode rows alone
+        self._gathers = False  # the first of the rows computed now has what was found of all
+        self._are_rows = False  # decode rows alone are computed now
         self._has_gathered = False  # the last graph was built for those
         self._views: dict[int, int] = {}
         self._table = 0
@@ -233,7 +232,7 @@ class DeviceDraws:
             self._is_unsure = True  # rows of a sequence are computed apart, and the library changes places
         self._choose_graph(handle, asked, whole, seqs[0])
         self._last = seqs, [len(item.tokens) for item in items]
-        self._gathers = False
+        self._gathers, self._are_rows = False, all(len(item.tokens) == 1 for item in items)
 
     def prepare_rows(self, handle: int, span: range) -> None:
         """Likewise, of a token of each of these sequences of the library, whose candidates are wanted."""
@@ -243,7 +242,7 @@ class DeviceDraws:
             self._is_fresh, self.error = False, None
         if span != self._last[0]:
             self._last = span, [1] * len(span)
-        self._gathers = len(span) * WIDTH <= self._num_vocab
+        self._gathers, self._are_rows = len(span) * WIDTH <= self._num_vocab, True
 
     def _choose_graph(
         self, handle: int, asked: Iterable[tuple[int, int]], whole: set[int], first: int
@@ -413,7 +412,7 @@ class DeviceDraws:
         num_rows = rows.ne[1] - 1
         if not self._is_marked:
             num_reused = llama.llama_perf_context(self._handle).n_reused if self._handle else 0
-            self._marks.add(context, graph, LogitRows(num_rows, are_alone=self._gathers), num_reused)
+            self._marks.add(context, graph, LogitRows(num_rows, are_alone=self._are_rows), num_reused)
             self._is_marked = True
         if num_rows == 0:
             row.logits = None
