@@ -17,7 +17,7 @@ from operator import lt
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 MOST_COPIES = 8
 """Copies that `close_gaps` makes before one step; the rest are made before the next ones."""
@@ -117,20 +117,21 @@ def _cost(counts: Mapping[int, int], n_ubatch: int) -> int:
     return sum(counts.values()) + PASS_TOKENS * num_passes(counts, n_ubatch)
 
 
-def _runs(streams: Iterable[int]) -> list[list[int]]:
+def _runs(streams: Iterable[int]) -> Iterator[list[int]]:
     """Ascending streams, parted at every gap."""
-    runs: list[list[int]] = []
+    run: list[int] = []
     for stream in streams:
-        if runs and stream == runs[-1][-1] + 1:
-            runs[-1].append(stream)
-        else:
-            runs.append([stream])
-    return runs
+        if run and stream != run[-1] + 1:
+            yield run
+            run = []
+        run.append(stream)
+    if run:
+        yield run
 
 
 def _first_run(streams: Iterable[int]) -> list[int]:
     """The first of ascending streams, at least one, and those that follow it without a gap."""
-    return _runs(streams)[0]
+    return next(_runs(streams))
 
 
 class StreamMap:
@@ -250,7 +251,7 @@ class StreamMap:
         taken = set(running)
         for run in sorted(_runs(sorted(self._free)), key=len, reverse=True):
             taken.update(run[: num_new - (len(taken) - len(running))])
-        return len(_runs(sorted(taken)))
+        return len(list(_runs(sorted(taken))))
 
     def close_gaps(self, counts: Mapping[int, int]) -> list[Copy]:
         """What to copy, in order, before a step of so many tokens by sequence; counted as done.

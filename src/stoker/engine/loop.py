@@ -341,10 +341,10 @@ class EngineLoop:
 
         Where no other model has work it is waited for.
         """
-        working = [runner for runner in self._runners if runner.has_work]
-        for runner in working:
-            is_over = len(working) == 1 or runner.flight.due_s <= now
-            if is_over and self._held_until_s(runner) > now:
+        for runner in self._runners:
+            if self._held_until_s(runner) <= now:
+                continue
+            if runner.flight.due_s <= now or sum(each.has_work for each in self._runners) == 1:
                 runner.settle(now)
 
     def _cold(self) -> ModelRunner | None:
@@ -363,8 +363,7 @@ class EngineLoop:
         if self._runners.has_work:
             if now < self._nap_until_s:
                 return self._nap_until_s - now
-            held = [runner for runner in self._runners if runner.has_work]
-            looks = [at for runner in held for at in self._held_due_s(runner, now)]
+            looks = [at for runner in self._runners for at in self._held_due_s(runner, now)]
             return min((at - now for at in looks if at > now), default=0.0)
         due = [
             self._jobs.next_deadline_s(),
