@@ -25,3 +25,9 @@ def gate(monkeypatch):
 def clock(monkeypatch):
     """Time to be moved."""
     return Clock(monkeypatch)
+
+
+@pytest.fixture
+def still_clock(monkeypatch):
+    """Time that only looks at it move, a millionth of a second each: no step is long on a busy machine."""
+    return Clock(monkeypatch, is_still=True)

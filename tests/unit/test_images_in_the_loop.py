@@ -129,6 +129,7 @@ def test_others_go_on_decoding_while_a_picture_is_encoded(make):
     assert machine.output("r") == alone(make)
 
 
+@pytest.mark.usefixtures("still_clock")
 def test_readers_of_short_steps_see_few_tokens_come_later(make):
     """SPEC V3, Q8: slices and the tokens of pictures come in bursts, one in forty steps."""
     machine = make()
@@ -146,6 +147,7 @@ def test_readers_of_short_steps_see_few_tokens_come_later(make):
     assert min(b - a for a, b in pairwise(late)) >= PLAIN_STEPS
 
 
+@pytest.mark.usefixtures("still_clock")
 def test_words_about_a_picture_that_is_computed_wait_for_no_burst(make):
     """SPEC C11, Q8: beside somebody who reads, a further question about it is text as any other."""
     machine = make()
@@ -187,6 +189,7 @@ def test_people_have_their_pictures_encoded_before_jobs(make):
     assert num_encoded(machine) == 4
 
 
+@pytest.mark.usefixtures("still_clock")
 def test_jobs_take_no_steps_while_a_person_waits_for_a_picture(make):
     """SPEC Q3, V3: its picture is encoded at once; where a person decodes, jobs may go on beside."""
     machine = make()
