@@ -238,6 +238,84 @@ def test_a_paused_prompt_goes_on_from_where_its_step_was_ended():
         assert sum(engine.sizes) == len(PROMPT) + 3
 
 
+def come_at_once(engine, **prompts):
+    """Requests of so many prompts, all prepared before a step of theirs begins."""
+    for name, prompt in prompts.items():
+        fields = {"priority": Priority.BACKGROUND} if name.startswith("job") else {}
+        engine.submit(name, prompt=prompt, max_tokens=4, **fields)
+    engine.loop.turn(0)
+    engine.loop._preparations.settle()
+
+
+def letters(letter, size):
+    """A prompt that begins like no other letter's."""
+    return (ord(letter), *PROMPT[: size - 1])
+
+
+def test_prompts_that_came_together_share_long_steps_until_the_shortest_is_read():
+    """SPEC Q27: as much of each, in whole tiles; then its rows decode, and steps beside them are bounded."""
+    prompts = {name: letters(name, size) for name, size in (("a", 300), ("b", 300), ("c", 320), ("d", 320))}
+    with timed(num_slots=4) as engine:
+        come_at_once(engine, **prompts)
+        engine.until(lambda: engine.tokens("a"))
+        assert engine.sizes == [4 * 128, 4 * 128, 4 * 44]
+        engine.run(*prompts)
+        assert not long_ones(engine)[3:]
+        assert [engine.tokens(name) for name in prompts] == [greedy(each, 4) for each in prompts.values()]
+
+
+def test_a_short_prompt_waits_for_no_long_step_of_others():
+    """SPEC Q27: one of 20 tokens beside one of 3,000 has its first token as soon as in bounded steps."""
+    with timed(num_slots=2) as engine:
+        come_at_once(engine, long=PROMPT, q=letters("q", 20))
+        engine.until(lambda: engine.tokens("q"))
+        assert not long_ones(engine)
+        assert sum(engine.sizes) <= STRETCHED_TOKENS
+
+
+def test_a_person_waits_for_no_long_step_of_a_job():
+    """SPEC Q27: nor has its own while a job is there."""
+    with timed(num_slots=2) as engine:
+        num_before = engine.counters["num_long_steps_total"]
+        come_at_once(engine, person=letters("p", 600), job=letters("j", 600))
+        engine.until(lambda: engine.tokens("person"))
+        assert engine.counters["num_long_steps_total"] == num_before
+
+
+def test_what_arrives_ends_the_long_step_of_several_prompts():
+    """SPEC Q27: and their texts are as alone."""
+    prompts = {name: letters(name, 600) for name in "abc"}
+    with timed(num_slots=4) as engine:
+        engine.arrives = lambda: engine.submit("q", prompt=QUESTION, max_tokens=4)
+        come_at_once(engine, **prompts)
+        engine.until(lambda: engine.ended)
+        assert engine.ended == [3 * 128]
+        engine.until(lambda: engine.tokens("q"))
+        assert not long_ones(engine)
+        engine.run("q", *prompts)
+        assert engine.tokens("q") == greedy(QUESTION, 4)
+        assert [engine.tokens(name) for name in prompts] == [greedy(each, 4) for each in prompts.values()]
+
+
+def test_a_long_step_that_was_ended_while_it_was_young_is_begun_anew_as_long():
+    """SPEC Q27: what has joined the prompt is no reason for short steps, which both would be read in."""
+    with timed(num_slots=4) as engine:
+
+        def join():
+            engine.now -= 512 * TOKEN_S * (1 - YOUNG_SHARE) / 2  # it comes within the first tenth
+            engine.submit("b", prompt=letters("b", 600), max_tokens=4)
+
+        engine.arrives = join
+        engine.submit("a", prompt=letters("a", 600), max_tokens=4)
+        engine.until(lambda: engine.ended)
+        engine.loop.turn(0)
+        engine.loop._preparations.settle()
+        engine.until(lambda: engine.tokens("a"))
+        assert engine.ended[0] == 512
+        assert set(engine.ended[1:]) <= {STRETCHED_TOKENS}, "before the other was prepared"
+        assert len(engine.sizes) == 3, f"two of them long: {engine.sizes}"
+
+
 def test_no_step_is_long_while_another_request_is_there():
     """SPEC Q27: one that waits and one that is being prepared; a paused one is not there."""
     with timed(num_slots=1) as engine:
@@ -286,6 +364,19 @@ def test_once_it_is_alone_for_a_while_its_steps_are_long_again():
         engine.now += BOUNDED_TIMES * 256 * TOKEN_S
         engine.run("long")
         assert long_ones(engine) == [512] * 5 + [312]
+
+
+def test_after_company_that_decoded_steps_are_bounded_for_a_while():
+    """SPEC Q27: whoever read an answer a moment ago may ask again."""
+    with timed(num_slots=2) as engine:
+        come_at_once(engine, q=QUESTION, long=PROMPT)
+        engine.run("q")
+        left_s = engine.now
+        engine.sizes.clear()
+        engine.until(lambda: long_ones(engine))
+        assert engine.now - engine.sizes[-1] * TOKEN_S - left_s > ALONE_S / 2
+        engine.run("long")
+        assert engine.tokens("long") == greedy(PROMPT, 4)
 
 
 def test_a_long_step_has_a_bound_too():

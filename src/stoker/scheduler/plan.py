@@ -103,10 +103,15 @@ class StepBudget:
         """Seconds of a step that arrivals end (SPEC Q27)."""
         return ALONE_TIMES * self.max_s
 
-    def alone(self, num_pending: int) -> int:
-        """Tokens of such a step of a prompt with so many; whole tiles, where it does not come to its end."""
-        within = self._cost.tokens_now(self.longest_alone_s, self.n_batch)
-        return num_pending if num_pending <= within else within - within % TILE_TOKENS
+    def alone(self, num_pending: int, num_prompts: int = 1) -> int:
+        """Tokens of each of so many prompts in such a step, the shortest of which has `num_pending` left.
+
+        Whole tiles, where that one does not come to its end.
+        """
+        within = self._cost.tokens_now(self.longest_alone_s, self.n_batch) // num_prompts
+        if num_pending <= within:
+            return num_pending
+        return within - within % TILE_TOKENS if within >= TILE_TOKENS else within
 
     def decode_rows(self, num_prefilling: int) -> int:
         """Decode rows beside so many ready prefills, each of which gets a token at least."""
@@ -383,17 +388,19 @@ class Planner:
         return StepPlan(tuple([Planned(p.sequence, _next_row(p)) for p in plan.parts]), is_rows=True)
 
     def lengthened(self, plan: StepPlan) -> StepPlan | None:
-        """`plan` with more tokens of its prompt, as a step that arrivals end; None: it cannot have more.
+        """`plan` with more tokens of its prompts, as a step that arrivals end; None: it cannot have more.
 
-        A prompt that takes part with an image, or whose every logit is asked, comes as it was planned.
+        Several prompts get as many each, and no more than bring the shortest to its end: it would wait for
+        the tokens of the others. Prompts at an image, or whose every logit is asked, come as they were
+        planned, and so do people's beside jobs.
         """
-        part = plan.parts[0]
-        sequence, num_tokens = part.sequence, len(part.item.tokens)
-        is_one_prompt = len(plan.parts) == 1 and sequence.state is SequenceState.PREFILL
-        if not is_one_prompt or _asks_all(sequence) or sequence.is_at_image:
+        sequences = [part.sequence for part in plan.parts]
+        if not all(map(_is_text_of_prompt, sequences)) or len({s.is_background for s in sequences}) > 1:
             return None
-        count = self.budget.alone(sequence.num_in_reach)
-        return StepPlan((Planned(sequence, _item(sequence, count)),)) if count > num_tokens else None
+        count = self.budget.alone(min(s.num_in_reach for s in sequences), len(sequences))
+        if count * len(sequences) <= plan.num_tokens:
+            return None
+        return StepPlan(tuple(Planned(sequence, _item(sequence, count)) for sequence in sequences))
 
     def _rows_alone(self, running: list[Sequence]) -> StepPlan | None:
         """The step where interactive rows decode and nothing else runs; None: it is another one."""
@@ -525,6 +532,10 @@ def _slot(sequence: Sequence) -> int:
 
 def _asks_all(sequence: Sequence) -> bool:
     return sequence.wants_prompt_logits and sequence.num_computed < sequence.num_prompt
+
+
+def _is_text_of_prompt(sequence: Sequence) -> bool:
+    return sequence.state is SequenceState.PREFILL and not sequence.is_at_image and not _asks_all(sequence)
 
 
 def _row(sequence: Sequence) -> PlanItem:

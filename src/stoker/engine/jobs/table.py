@@ -104,9 +104,9 @@ class JobTable:
         return any(not job.is_paused for job in self._jobs.values())
 
     @property
-    def has_only_one(self) -> bool:
-        """Whether exactly one request waits or runs; paused ones are not counted."""
-        return sum(not job.is_paused for job in self._jobs.values()) == 1
+    def num_present(self) -> int:
+        """Requests that wait or run; paused ones are not counted."""
+        return sum(not job.is_paused for job in self._jobs.values())
 
     def next_deadline_s(self) -> float | None:
         """When the first request passes its deadline."""
