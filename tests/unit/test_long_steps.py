@@ -273,6 +273,17 @@ def test_a_short_prompt_waits_for_no_long_step_of_others():
         assert sum(engine.sizes) <= STRETCHED_TOKENS
 
 
+def test_a_prompt_that_the_step_brings_to_its_end_is_kept_in_it():
+    """SPEC Q8, Q27: with a target of half a second 20 tokens end before the equal parts of others would."""
+    with timed(num_slots=16, target_step_ms=500.0) as engine:
+        others = {letter: letters(letter, 200) for letter in "abcdefghijklmno"}
+        came_s = engine.now
+        come_at_once(engine, q=letters("q", 20), **others)
+        engine.until(lambda: engine.tokens("q"))
+        assert not long_ones(engine)
+        assert engine.now - came_s < 2 * MAX_S
+
+
 def test_a_person_waits_for_no_long_step_of_a_job():
     """SPEC Q27: nor has its own while a job is there."""
     with timed(num_slots=2) as engine:
@@ -386,6 +397,8 @@ def test_a_long_step_has_a_bound_too():
         cost.learn(num_tokens, num_tokens * TOKEN_S)
     budget = StepBudget(cost, 512, max_s=MAX_S)
     assert budget.alone(3000) == 512
+    assert budget.alone(3000, 3) == 2 * TILE_TOKENS
+    assert budget.alone(3000, 30) == 512 // 30, "less than a tile"
     cost.slowdown.times = 9.0
     most = ALONE_TIMES * MAX_S / (9 * TOKEN_S)
     assert most - TILE_TOKENS < budget.alone(3000) <= most
@@ -586,6 +599,78 @@ def test_arrivals_one_after_the_other_begin_a_step_anew_for_a_tenth_of_its_time(
     engine.run("r")
     assert len(engine.ended) > 1
     assert engine.counters["ended_steps_s_total"] <= YOUNG_SHARE * 100 * TOKEN_S + 0.002
+    engine.put(Shutdown())
+    engine.loop.run()
+
+
+@pytest.mark.parametrize("share", [YOUNG_SHARE / 2, 0.5], ids=["young", "old"])
+def test_what_ended_a_long_step_waits_for_no_bounded_one_while_it_is_prepared(share):
+    """SPEC Q27: the step that is begun meanwhile is young, whenever the long one was begun."""
+    engine = Burst()
+    engine.warm()
+    came_s = []
+
+    def hook(plan):
+        if not came_s and plan.num_tokens > STRETCHED_TOKENS:
+            engine.now += share * TOKEN_S * plan.num_tokens
+            came_s.append(engine.now)
+            engine.submit("q", prompt=QUESTION, max_tokens=4)
+        elif came_s and not engine.of(Queued, "q"):
+            engine.now += 0.005
+            engine.wait_for_news()
+
+    engine.hook = hook
+    engine.submit("long", prompt=PROMPT, max_tokens=4)
+    engine.until(lambda: engine.tokens("q"))
+    assert engine.ended == [512, STRETCHED_TOKENS]
+    assert engine.now - came_s[0] < STRETCHED_TOKENS * TOKEN_S + 0.02
+    engine.put(Shutdown())
+    engine.loop.run()
+
+
+def test_what_comes_just_before_a_long_step_waits_for_no_bounded_one():
+    """SPEC Q27: it is taken first, and a step of both prompts is planned after it."""
+    engine = Burst()
+    engine.warm()
+    scheduler = next(iter(engine.loop._runners)).scheduler
+    plan, begun = scheduler.plan, []
+
+    def come_between(*args):
+        found = plan(*args)
+        if len(scheduler.slots.running) == 2 and not engine.of(Queued, "q") and not begun:
+            begun.append(len(engine.sizes))
+            engine.submit("q", prompt=QUESTION, max_tokens=4)
+        return found
+
+    scheduler.plan = come_between
+    come_at_once(engine, a=letters("a", 600), b=letters("b", 600))
+    engine.until(lambda: begun)
+    assert len(engine.sizes) == begun[0]
+    engine.put(Shutdown())
+    engine.loop.run()
+
+
+@pytest.mark.parametrize("shares", [(0.095,), (0.098, 0.103)], ids=["young", "young and old"])
+def test_whatever_comes_again_and_again_takes_a_tenth_of_the_time(shares):
+    """SPEC Q27: long steps that are ended while they are young are counted too."""
+    engine = Burst()
+    engine.warm()
+    num_come = [0]
+
+    def hook(plan):
+        if plan.num_tokens > STRETCHED_TOKENS:
+            engine.now += shares[num_come[0] % len(shares)] * TOKEN_S * plan.num_tokens
+            num_come[0] += 1
+            engine.put(GONE)
+
+    engine.hook = hook
+    began_s = engine.now
+    engine.submit("long", prompt=PROMPT, max_tokens=4)
+    engine.run("long")
+    assert num_come[0] > 2
+    last_s = max(shares) * 512 * TOKEN_S
+    assert engine.counters["ended_steps_s_total"] < 0.1 * (engine.now - began_s) + last_s
+    assert engine.tokens("long") == greedy(PROMPT, 4)
     engine.put(Shutdown())
     engine.loop.run()
 

@@ -390,12 +390,14 @@ class Planner:
     def lengthened(self, plan: StepPlan) -> StepPlan | None:
         """`plan` with more tokens of its prompts, as a step that arrivals end; None: it cannot have more.
 
-        Several prompts get as many each, and no more than bring the shortest to its end: it would wait for
-        the tokens of the others. Prompts at an image, or whose every logit is asked, come as they were
-        planned, and so do people's beside jobs.
+        Several prompts get equally many tokens, and no more than bring the shortest to its end, which would
+        wait for the tokens of the others. None too where a prompt is at an image or its every logit is asked,
+        where the plan brings one of several to its end, and where it mixes people's and background ones.
         """
         sequences = [part.sequence for part in plan.parts]
         if not all(map(_is_text_of_prompt, sequences)) or len({s.is_background for s in sequences}) > 1:
+            return None
+        if len(sequences) > 1 and any(len(p.item.tokens) == p.sequence.num_pending for p in plan.parts):
             return None
         count = self.budget.alone(min(s.num_in_reach for s in sequences), len(sequences))
         if count * len(sequences) <= plan.num_tokens:

@@ -1,12 +1,13 @@
 """Steps that arrivals end: of prompts alone, longer than `max_step_ms`, and young ones (SPEC Q27).
 
 On a CPU large slices of a prompt are quicker, and while nobody else is there nobody waits for the end of one.
-Of several prompts a step is as long as brings the shortest to its end at most. Tokens of one prompt lie
-together then: 64 tokens of eight prompts are computed over the tokens of all eight, and each row that
-decodes later finds its own between those of the others.
+A long step of several prompts has equally many tokens of each, and ends no later than the shortest of them.
+The tokens of one prompt lie together then. In short steps they are mixed: 64 tokens of eight prompts attend
+over the cells of all eight, and each row that decodes later finds its own cells among those of the others.
 
-A step that was ended has changed nothing: its tokens are planned again, in steps of `max_step_ms`. Its time
-is lost, so the next long step waits until all that was lost is a small part of what was computed since.
+A step that was ended has changed nothing: its tokens are planned again. Its time is lost, so steps are
+bounded by `max_step_ms` until all that was lost is a small part of what was computed since. The first step
+that was ended while it was young is begun anew as long.
 
 Of requests that come at once the first to arrive would have a step to itself, read ahead of the others and
 make each of their slices wait for its rows. So an arrival ends a step of prompts that has just begun too.
@@ -30,7 +31,8 @@ if TYPE_CHECKING:
     from stoker.scheduler.scheduler import Scheduler
 
 ALONE_S = 1.0
-"""After others decoded beside a prompt, or a step was ended, steps are bounded for so long."""
+"""After others decoded beside a prompt, or a long step was ended that was not young, steps are bounded for so
+long."""
 BOUNDED_TIMES = 9.0
 """And for so many times what the ended step has lost: a tenth of the time at most."""
 QUIET_TIMES = 1.5
@@ -57,7 +59,7 @@ class LongSteps:
         self._scheduler = scheduler
         self._jobs = jobs
         self._timer = timer
-        self._not_before_s = 0.0
+        self._not_before_s = self._paid_s = 0.0
         self._young_s: float | None = None  # when the step was first begun that is begun anew
         self._num_total = 0
         self._num_ended_total = 0
@@ -85,18 +87,24 @@ class LongSteps:
             if len(plan.parts) > 1:
                 self._not_before_s = max(self._not_before_s, now + ALONE_S)
             return False
-        longer, interrupt = self._lengthened(plan, now), self._timer.interrupt
-        if longer is None:
+        longer = self._lengthened(plan, now)
+        if longer is None or not self._timer.interrupt.watch(self._aborts):
             return self._run_young(plan, launch, now)
-        if not interrupt.watch(self._aborts):
-            return False
         self._num_total += 1
-        young_until_s = self._young_until_s(longer, now)
-        if not self._has_ended(longer, launch, now):
-            self._young_s = None
-        elif young_until_s is None or self._timer.now() > young_until_s:
-            self._not_before_s = self._timer.now() + max(ALONE_S, BOUNDED_TIMES * (self._timer.now() - now))
+        young_until_s, self._young_s = self._young_until_s(longer, now), None
+        if self._has_ended(longer, launch, now):
+            is_young = young_until_s is not None and self._timer.now() <= young_until_s
+            self._pay(now, is_young=is_young)
         return True
+
+    def _pay(self, begun_s: float, *, is_young: bool) -> None:
+        """A long step was ended: the next one waits, but for the first that was still young."""
+        ended_s, was_paid = self._timer.now(), begun_s >= self._paid_s
+        self._paid_s = max(self._paid_s, ended_s) + BOUNDED_TIMES * (ended_s - begun_s)
+        if not is_young:
+            self._not_before_s = max(self._paid_s, ended_s + ALONE_S)
+        elif not was_paid:
+            self._not_before_s = max(self._paid_s, self._not_before_s)
 
     def _run_young(self, plan: StepPlan, launch: Callable[[StepPlan, float], None], now: float) -> bool:
         """The same of a step that arrivals end while it is young, where they may join it."""
@@ -145,13 +153,14 @@ class LongSteps:
         if len(running) > 1 and any(each.state is not SequenceState.PREFILL for each in running):
             self._not_before_s = max(self._not_before_s, now + ALONE_S)
             return None
-        are_all = len(plan.parts) == len(running) == self._jobs.num_present  # else others wait, or come
+        requests = {part.sequence.key.request_id for part in plan.parts}
+        are_all = len(requests) == len(running) == self._jobs.num_present  # else others wait, or come
         if not are_all or now < self._not_before_s or self._is_held_back(now):
             return None
         return self._scheduler.planner.lengthened(plan)
 
     def _is_held_back(self, now: float) -> bool:
-        """Whether memory, heat, other programs or a request's deadline want a look at it sooner."""
+        """Whether memory, heat, threads or a deadline are to be minded before a long step would end."""
         scheduler, deadline_s = self._scheduler, self._jobs.next_deadline_s()
         if scheduler.throttle != Throttle() or scheduler.cost.slowdown.times > QUIET_TIMES:
             return True
