@@ -59,7 +59,8 @@ class LongSteps:
         self._scheduler = scheduler
         self._jobs = jobs
         self._timer = timer
-        self._not_before_s = self._paid_s = 0.0
+        self._not_before_s = 0.0
+        self._paid_s = 0.0  # when what was lost is a tenth of the time since
         self._young_s: float | None = None  # when the step was first begun that is begun anew
         self._num_total = 0
         self._num_ended_total = 0
