@@ -16,10 +16,10 @@ import pytest
 
 from stoker.runtime import Runtime
 
-ENCODER = "fake:encoder=1,step_delay_s=0.02"
-RANKER = "fake:encoder=1,pooling=rank,step_delay_s=0.02"
-DECODER = "fake:eog_period=0,recurrent=1,step_delay_s=0.02"
-CHOOSER = "fake:eog_period=0,step_delay_s=0.02"
+ENCODER = "fake:encoder=1"
+RANKER = "fake:encoder=1,pooling=rank"
+DECODER = "fake:eog_period=0,recurrent=1"
+CHOOSER = "fake:eog_period=0"
 TEXTS = [f"text {at}" for at in range(500)]
 LONG = "word " * 60
 
@@ -34,12 +34,14 @@ each_kind = pytest.mark.parametrize("kind", KINDS)
 
 @pytest.fixture
 def serve(start_server: Callable[..., Any], tmp_path: Path) -> Callable[..., Any]:
-    """Start a server of one slow fake."""
+    """Start a server of one slow fake; each of its steps takes a while, or as long as is said."""
 
-    def serve(kind: str, **settings: Any) -> Any:
+    def serve(kind: str, *, step_delay_s: float = 0.02, **settings: Any) -> Any:
+        model = f"{KINDS[kind][0]},step_delay_s={step_delay_s}"
+
         def make() -> Runtime:
             fields = {"isolation": "thread", "slots": 2, "ctx_size": 1024, "drain_s": 0.0}
-            return Runtime(KINDS[kind][0], **fields, states_dir=tmp_path / "states")
+            return Runtime(model, **fields, states_dir=tmp_path / "states")
 
         server = start_server(make, **settings)
         server.ready.result(60)
@@ -99,7 +101,7 @@ def test_a_call_is_cancelled_by_its_id(
     serve: Callable[..., Any], until: Callable[[Callable[[], bool]], None], kind: str
 ) -> None:
     """SPEC I4, S5: by its X-Request-Id; all of its requests end, and its client is told with 499."""
-    server = serve(kind)
+    server = serve(kind, step_delay_s=0.2)  # it must not end before it is cancelled
     with under_way(server, kind, "mine") as answer:
         until(lambda: any(entry["state"] == "running" for entry in listed(server)))
         (entry,) = listed(server)
