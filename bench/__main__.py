@@ -124,6 +124,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     publication.show(report, console)
     for path in publication.write(report, options.out):
         console.print(f"wrote {path}", markup=False)
+    if not publication.can_draw():
+        console.print("no pictures: they take matplotlib, which `make bench` installs", markup=False)
     return 0
 
 

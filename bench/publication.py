@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -30,16 +31,25 @@ def show(report: Report, console: Console) -> None:
     console.print(fact_table(report))
 
 
+def can_draw() -> bool:
+    """Whether the library that draws is here: it comes with `make bench`, not with Stoker."""
+    return find_spec("matplotlib") is not None
+
+
 def write(report: Report, folder: Path) -> list[Path]:
-    """Write the files of `report`, and say which; pictures of what it has no more are removed."""
+    """Write the files of `report`, and say which; pictures of what it has no more are removed.
+
+    Where nothing can be drawn there are a page without pictures and the data.
+    """
+    draws = can_draw()
     folder.mkdir(parents=True, exist_ok=True)
     page, data, picture = (folder / f"report.{kind}" for kind in ("md", "json", "png"))
-    page.write_text(markdown(report), encoding="utf-8")
+    page.write_text(markdown(report, has_pictures=draws), encoding="utf-8")
     data.write_bytes(msgspec.json.format(msgspec.json.encode(report.document()), indent=2) + b"\n")
     cache_picture = folder / CACHE_PICTURE
     for old in (picture, cache_picture, *(folder / timeline_name(workload) for workload in WORKLOADS)):
         old.unlink(missing_ok=True)
-    if not report.comparisons:
+    if not report.comparisons or not draws:
         return [page, data]
     from bench.cache_chart import draw_cache_chart  # noqa: PLC0415 - drawing takes a second to import
     from bench.chart import draw_chart  # noqa: PLC0415 - likewise

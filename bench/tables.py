@@ -148,8 +148,8 @@ def timeline_name(workload: str) -> str:
     return f"timeline-{workload}.png"
 
 
-def markdown(report: Report) -> str:
-    """The whole report as a Markdown page that shows `report.png` beside it."""
+def markdown(report: Report, *, has_pictures: bool = True) -> str:
+    """The whole report as a Markdown page that shows `report.png` and the like beside it, where they are."""
     first, second = report.labels
     lines = [
         f"# {first} and {second} on the same work",
@@ -160,12 +160,12 @@ def markdown(report: Report) -> str:
         "",
     ]
     if report.comparisons:
-        lines += ["![ratios by workload](report.png)", ""]
+        lines += ["![ratios by workload](report.png)", ""] if has_pictures else []
         lines += _markdown_table(["workload", *_heads(report)], _rows(report))
-    if any(comparison.stages for comparison in report.comparisons):
+    if has_pictures and any(comparison.stages for comparison in report.comparisons):
         lines += [f"![hit rate and first token by workload]({CACHE_PICTURE})", ""]
     for comparison in report.comparisons:
-        if comparison.timelines:
+        if has_pictures and comparison.timelines:
             title = f"who ran when: {comparison.title}"
             lines += [f"![{title}]({timeline_name(comparison.workload)})", ""]
     if report.figures:

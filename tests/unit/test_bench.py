@@ -222,6 +222,19 @@ def report() -> Report:
     return Report(("a", "b"), machine, {"slots": "8"}, (Comparison("w", "a load", series),), figures)
 
 
+def test_what_was_measured_is_written_where_nothing_can_be_drawn(
+    report: Report, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """O2: the environment of `make run` has no library that draws; the minutes of measuring are kept."""
+    monkeypatch.setattr(publication, "can_draw", lambda: False)
+    monkeypatch.setitem(sys.modules, "matplotlib", None)  # an import of it fails
+    written = publication.write(report, tmp_path)
+    assert [path.name for path in written] == ["report.md", "report.json"]
+    page = written[0].read_text()
+    assert "| 0.990 | 0.900 | 1.200 |" in page
+    assert "![" not in page
+
+
 def test_the_report_is_a_page_a_document_and_a_picture(report: Report, tmp_path: Path) -> None:
     """O2: every value, ratio and verdict is in the files."""
     pytest.importorskip("matplotlib")
