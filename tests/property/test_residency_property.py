@@ -209,7 +209,7 @@ class Day:
             for line, size_bytes in served.size.items():
                 expected[line] = expected.get(line, 0) + size_bytes
         departed = machine.residency._departed  # a worker still reads their vocabulary
-        for _, size, _ in departed:
+        for size in departed:
             for line, size_bytes in size.items():
                 expected[line] = expected.get(line, 0) + size_bytes
         held = machine.ledger

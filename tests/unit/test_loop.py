@@ -30,8 +30,9 @@ from stoker.ipc.events import (
     Reply,
     StateReady,
 )
-from stoker.ipc.model import ModelSpec
+from stoker.ipc.model import ModelSpec, PlacementSpec
 from stoker.ipc.request import FinishReason, GenerateRequest, Preempt, Priority, Sampling, StateOutput
+from stoker.machine.device_lease import DeviceLease
 from stoker.scheduler.queue import Throttle
 from stoker.settings import EngineSettings
 
@@ -332,6 +333,27 @@ def test_a_device_is_leased_measured_and_named(tmp_path):
     assert third.of(ModelState)[-1].error is None
     third.inbox.put(Shutdown())
     third.loop.run()
+
+
+def test_a_device_that_another_process_holds_is_left_to_it_where_there_is_one_more(tmp_path):
+    """SPEC R6, R11: unless it was asked for by its name; what the model gets less of says who has it."""
+    settings = EngineSettings(isolation="thread", cache_dir=tmp_path)
+    cards = "fake:weights_mib=300,device=Mine+Theirs,device_mib=900+2000"
+    with DeviceLease(["Theirs"], tmp_path / "devices") as lease:
+        lease.note("Theirs", "Fake Theirs", ["theirs"])
+        engine = Engine(cards, settings=settings)
+        info = engine.of(ModelState)[-1].info
+        assert (info.label, info.degraded) == ("fake · Mine", [])
+        engine.inbox.put(LoadModel(ModelSpec(id="n", path=cards.replace("300", "600"))))
+        engine.until(lambda: engine.of(ModelState)[-1].model == "n" and engine.of(ModelState)[-1].info)
+        who = f"process {os.getpid()} (model theirs)"
+        assert engine.of(ModelState)[-1].info.degraded[-1] == f"without Fake Theirs, which {who} holds"
+        by_name = ModelSpec(id="o", path=cards, placement=PlacementSpec(device=("Theirs",)))
+        engine.inbox.put(LoadModel(by_name))
+        engine.until(lambda: engine.of(ModelState)[-1].error)
+        assert engine.of(ModelState)[-1].error.code == "device_busy"
+        engine.inbox.put(Shutdown())
+        engine.loop.run()
 
 
 def test_two_engines_share_a_device_where_the_settings_say_so(tmp_path):

@@ -156,6 +156,29 @@ def test_a_load_that_kills_the_engine_twice_is_barred_until_it_is_asked_for_agai
     assert registry.failure("a") is None
 
 
+def test_a_load_otherwise_that_kills_engines_leaves_the_model_as_it_was() -> None:
+    """SPEC L3, L5: it had gone for that load; the next engine loads it as before, and who asked is told."""
+    registry = registry_of("a")
+    registry.next_due()
+    tell(registry, "a", "ready")
+    before = registry.get("a").spec
+    registry.ask(spec("a", num_slots=7), registry.get("a").info)
+    tell(registry, "a", "unloading")
+    for _ in range(2):
+        tell(registry, "a", "loading", stage="weights")
+        assert registry.load_failure("a") is None
+        registry.charge(CRASH)
+        registry.begin_instance()
+    failure = registry.load_failure("a")
+    assert failure is not None
+    assert failure.details == {"model": "a", "crashes": 2}
+    assert registry.failure("a") is None
+    next_due = registry.next_due()
+    assert next_due is not None
+    assert next_due.spec == before
+    assert registry.resolve("a").id == "a"
+
+
 def barred(registry: ModelRegistry, model: str) -> None:
     """Its loads end two engines."""
     for _ in range(2):

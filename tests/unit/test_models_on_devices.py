@@ -112,6 +112,54 @@ def test_a_model_that_fills_its_card_is_loaded_otherwise_there_and_not_beside_it
     assert held(machine, "a") == {"filled-1": 300}
 
 
+@pytest.fixture
+def refused_forms(monkeypatch):
+    """Loads with so much context are refused by the card, which was thought to have room for them."""
+    take, forms = FakeDevices.take, set()
+
+    def taken(self, owner, lines):
+        if owner.capabilities.n_ctx in forms:
+            raise InsufficientMemoryError("cudaMalloc failed", needed=MIB, free=0, device="back-1")
+        take(self, owner, lines)
+
+    monkeypatch.setattr(FakeDevices, "take", taken)
+    return forms
+
+
+def test_a_model_that_went_for_another_load_of_itself_comes_back_where_that_fails(make, refused_forms):
+    """SPEC L5: who asked is told why, once it is back; a request of that time is served by it."""
+    machine = make(device_lease=False)
+    whole = PlacementSpec(gpu_layers="all")
+    machine.have("a", order=ONE.format("back", 500), n_ctx=512, placement=whole)
+    spec = machine.residency._catalogue.get("a").spec
+    refused_forms.add(1024)
+    machine.load(msgspec.structs.replace(spec, n_ctx=1024))
+    machine.until(lambda: machine.state("a") != "ready")
+    machine.submit("r", "a", max_tokens=4)
+    machine.run("r")
+    assert machine.info("a").n_ctx == 512
+    told = [(event.state, event.error.code if event.error else "") for event in machine.of(ModelState)]
+    assert [state for state, _ in told].count("failed") == 0
+    assert [state for state, code in told if code] == ["ready"]
+    assert told[-1] == ("ready", "insufficient_memory")
+    assert machine.residency._catalogue.get("a").spec == spec
+    refused_forms.clear()
+    machine.load(msgspec.structs.replace(spec, n_ctx=1024))  # nothing of the failure is left
+    machine.until(lambda: machine.info("a").n_ctx == 1024)
+    assert [event.error for event in machine.of(ModelState)][-1] is None
+
+
+def test_a_model_that_cannot_come_back_either_has_failed(make, refused_forms):
+    """SPEC L5, R4: it is tried once as it was, and is not tried for ever."""
+    machine = make(device_lease=False)
+    machine.have("a", order=ONE.format("back", 500), n_ctx=512, placement=PlacementSpec(gpu_layers="all"))
+    spec = machine.residency._catalogue.get("a").spec
+    refused_forms.update({512, 1024})
+    machine.load(msgspec.structs.replace(spec, n_ctx=1024))
+    assert refusal(machine, "a").code == "insufficient_memory"
+    assert [event.error for event in machine.of(ModelState)].count(None) == len(machine.of(ModelState)) - 1
+
+
 def test_layers_that_no_device_is_there_for_are_told(make):
     """SPEC R11: a driver that has gone costs speed; who asked for a device sees it."""
     machine = make(device_lease=False)

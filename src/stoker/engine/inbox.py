@@ -70,6 +70,7 @@ class Sized:
         fingerprint: of the file.
         spec: how it is to be loaded, with the ids of the devices that there are.
         missing: devices that were lost and are not used.
+        held: devices that are left to other processes, each with who has it, for people.
     """
 
     load: LoadStop
@@ -77,6 +78,7 @@ class Sized:
     fingerprint: str
     spec: ModelSpec | None = None
     missing: tuple[str, ...] = ()
+    held: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

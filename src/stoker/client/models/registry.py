@@ -118,6 +118,11 @@ class ModelEntry:
         """Whether no load or unload of it is under way."""
         return self.state not in UNDER_WAY
 
+    @property
+    def is_to_change(self) -> bool:
+        """Whether it is served, and is being loaded otherwise now."""
+        return self.is_served and self.asked is not None and self.asked.as_loaded != self.spec.as_loaded
+
     def is_ready_as(self, spec: ModelSpec) -> bool:
         """Whether it is in memory just so, and neither leaving nor about to be replaced."""
         is_staying = self.state is ModelLife.READY and not self.is_leaving
@@ -505,7 +510,7 @@ class ModelRegistry:
         ]
         for entry in loading:
             if entry.state is ModelLife.READY:
-                self._give_up_reload(entry, ended)
+                self._give_up_reload(entry, f"otherwise than it is now ended the engine: {ended.quoted}", 1)
             else:
                 self._charge(entry, ended)
         return [entry.spec.id for entry in loading]
@@ -516,13 +521,16 @@ class ModelRegistry:
             text = f"ended the engine {entry.load_crashes} times, last: {ended.quoted}"
             if entry.pass_on(*entry.trying, f"its load {text}"):
                 return
+            if entry.is_to_change:
+                self._give_up_reload(entry, text, entry.load_crashes)
+                entry.load_crashes = 0
+                return
             entry.move(ModelLife.FAILED)
             self._bar(entry, _load_crash(entry, text, entry.load_crashes))
 
-    def _give_up_reload(self, entry: ModelEntry, ended: EngineExit) -> None:
+    def _give_up_reload(self, entry: ModelEntry, text: str, crashes: int) -> None:
         """Keep the model as it was loaded before; the load may be asked for again."""
-        text = f"otherwise than it is now ended the engine: {ended.quoted}"
-        entry.reload_error = _load_crash(entry, text, 1)
+        entry.reload_error = _load_crash(entry, text, crashes)
         entry.asked = None
 
     def _bar(self, entry: ModelEntry, error: ErrorInfo) -> None:

@@ -17,6 +17,7 @@ import msgspec
 
 from stoker.backends.protocol.encoding import Encoder
 from stoker.errors import InsufficientMemoryError, ModelNotFoundError, ModelTooLargeError
+from stoker.ipc.events import ModelState
 from stoker.ipc.model import MODEL_MOVES, STORY_LENGTH, ModelInfo, ModelLife, is_move
 from stoker.models.memory_estimate.fit import DeviceBudget, Fit, MemoryBudget, weigh
 from stoker.wording import size_text
@@ -26,8 +27,9 @@ if TYPE_CHECKING:
 
     from stoker.cache.prefix_cache import PrefixCache
     from stoker.engine.residency.load import Load
+    from stoker.engine.residency.pending import PendingRequests
     from stoker.engine.runners.runner import ModelRunner
-    from stoker.errors import ErrorInfo
+    from stoker.errors import ErrorInfo, StokerError
     from stoker.ipc.model import ModelSpec
     from stoker.machine.ledger import Ledger
     from stoker.machine.monitor import DeviceSample, Sample
@@ -62,6 +64,8 @@ class ServedModel:
         degraded: what it was given less of than was asked for.
         stage, fraction: how far a load has come.
         reason: why it is not ready, or what was to serve it does not; error: with which it failed last.
+        before: how it was loaded until it went for another load of itself: it comes back so if that fails.
+        refused: why that load failed, told when it is back; None: none did.
     """
 
     spec: ModelSpec
@@ -82,6 +86,8 @@ class ServedModel:
     fraction: float = 0.0
     reason: str = ""
     error: ErrorInfo | None = None
+    before: ModelSpec | None = None
+    refused: StokerError | None = None
     story: deque[str] = field(default_factory=lambda: deque(maxlen=STORY_LENGTH))
 
     def __repr__(self) -> str:
@@ -380,6 +386,51 @@ class Placement:
                 self._ledger.add(line, sign * size_bytes, device)
 
 
+class Departed:
+    """Models that have gone and hold memory yet: a worker still reads their vocabulary for a request.
+
+    Args:
+        pending: knows which vocabularies are read.
+        placement: is given their memory back.
+    """
+
+    def __init__(self, pending: PendingRequests, placement: Placement) -> None:
+        self._pending = pending
+        self._placement = placement
+        self._gone: list[tuple[ModelRunner, Mapping[str, int], OnDevicesLines]] = []
+
+    def __repr__(self) -> str:
+        return f"<Departed {[runner.spec.id for runner, _, _ in self._gone]}>"
+
+    def __len__(self) -> int:
+        return len(self._gone)
+
+    def __iter__(self) -> Iterator[Mapping[str, int]]:
+        """What each takes, by line."""
+        return iter([size for _, size, _ in self._gone])
+
+    def add(self, runner: ModelRunner, size: Mapping[str, int], on_devices: OnDevicesLines) -> None:
+        """A model has gone; its memory is freed at once where nobody reads it.
+
+        Args:
+            runner: what ran on it.
+            size: bytes that it takes, by line.
+            on_devices: what of that lies on devices, by their ids.
+        """
+        self._gone.append((runner, size, on_devices))
+        self.free()
+
+    def free(self) -> None:
+        """Give back the memory of those whose vocabulary no worker reads any more."""
+        gone, self._gone = self._gone, []
+        for runner, size, on_devices in gone:
+            if self._pending.uses(runner.prep):
+                self._gone.append((runner, size, on_devices))
+                continue
+            runner.close()
+            self._placement.release(size, on_devices, runner.prep.fingerprint)
+
+
 def _device_budget(device: DeviceSample, load: Load, share: MemoryShare) -> DeviceBudget:
     """What there is of a device; less where the load has failed for want of memory there."""
     evictable_bytes = share.device_bytes(device.id)
@@ -461,4 +512,29 @@ def model_info(runner: ModelRunner) -> ModelInfo:
         adapters=spec.adapters,
         pooling=pooling,
         n_embd=n_embd,
+    )
+
+
+def model_state(
+    served: ServedModel, load: Load | None, runner: ModelRunner | None, error: StokerError | None, stage: str
+) -> ModelState:
+    """Where a model is, for the client.
+
+    Args:
+        served: the model.
+        load: the load of it that is under way.
+        runner: what runs on it, where it is ready.
+        error: why it, or what was to take its place, could not be had.
+        stage: of a load of one that is ready.
+    """
+    return ModelState(
+        model=served.spec.id,
+        state=served.life,
+        stage=served.stage or stage,
+        fraction=1.0 if runner is not None else served.fraction,
+        info=model_info(runner) if runner is not None and not stage else None,
+        error=None if error is None else error.info(),
+        reason=served.reason,
+        path=load.way.path if load else "",
+        backend=load.way.backend if load else "",
     )

@@ -48,6 +48,7 @@ from stoker.models.reader import LoadContext
 from stoker.wording import count_text
 
 if TYPE_CHECKING:
+    from stoker.backends.device import Device
     from stoker.backends.registry import BackendEntry
     from stoker.engine.residency.catalogue import ServedModel
     from stoker.engine.runners.runner import ModelRunner
@@ -73,6 +74,7 @@ class Load:
         passed_over: why the ways before cannot serve it; errors: the same, as they were met.
         estimator, fingerprint: what the file says; None before it was looked at.
         missing: devices that were lost and are not used.
+        held: devices that are left to other processes, each with who has it, for people.
         looked_at: the spec with the ids of the devices that there are; None: likewise.
         fitted: how it is loaded; None while it waits for room.
         look_s: when to look for room again.
@@ -99,6 +101,7 @@ class Load:
     stage: str = ""
     looked_at: ModelSpec | None = None
     missing: tuple[str, ...] = ()
+    held: tuple[str, ...] = ()
     most_bytes: dict[str, int] = field(default_factory=dict)
     vocabulary: VocabularyDigests = field(default_factory=VocabularyDigests)
 
@@ -154,8 +157,10 @@ class Load:
         less = list(self.fitted.degraded) if self.fitted else []
         if not self.missing:
             less += without_devices(self.way, self.wanted)
-        if less and trial_token_s:
-            less.append(f"one request alone got {1 / trial_token_s:.3g} tokens/s in a trial")
+        if less:
+            less += (f"without {device}" for device in self.held)
+            if trial_token_s:
+                less.append(f"one request alone got {1 / trial_token_s:.3g} tokens/s in a trial")
         return (*less, *(f"without {device}, which was lost" for device in self.missing))
 
     def learn(self, error: InsufficientMemoryError) -> bool:
@@ -286,9 +291,11 @@ class LoadThreads:
                 raise _entry(spec).unavailable(f"{' and '.join(each.id for each in devices)} was lost")
             self._devices.know(there)
             missing = tuple(sorted(self.lost.keys() - {each.id for each in there}))
+            there, held = self._left_to_others(spec, there)
             if spec.draft_path and spec.speculation.uses_model:
                 found = with_draft(found, self._models.open(spec.draft_path).estimator())
-            return Sized(load, found, model.fingerprint, with_device_ids(spec, there, missing), missing)
+            placed = with_device_ids(spec, there, missing)
+            return Sized(load, found, model.fingerprint, placed, missing, held)
 
         self._post(self._sizer, answer, lambda error: LoadFailed(load, error))
 
@@ -323,6 +330,22 @@ class LoadThreads:
             )
 
         self._post(self._loader, answer, lambda error: LoadFailed(load, error))
+
+    def _left_to_others(self, spec: ModelSpec, devices: list[Device]) -> tuple[list[Device], tuple[str, ...]]:
+        """Where nobody said which devices to use: those that no other process holds, unless it holds all.
+
+        Returns:
+            The devices to choose from, and those left out with who has them, for people.
+        """
+        placement = spec.placement
+        if placement.device or placement.tensor_split or placement.main_gpu is not None:
+            return devices, ()
+        holders = {each.id: self._devices.holder(each) for each in devices}
+        free = [each for each in devices if not holders[each.id]]
+        if not any(each.lock for each in free):
+            return devices, ()  # the load says who holds them, where one does
+        held = [f"{each.label}, which {who} holds" for each in devices if (who := holders[each.id])]
+        return free, tuple(held)
 
     def _with_content(self, spec: ModelSpec, on_read: Callable[[], None]) -> ModelSpec:
         path = Path(spec.path)

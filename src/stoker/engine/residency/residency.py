@@ -17,13 +17,13 @@ from stoker.backends.protocol.encoding import Encoder
 from stoker.engine.inbox import Loaded, LoadFailed, LoadMoved, LoadStop, Sized
 from stoker.engine.residency.catalogue import (
     Catalogue,
+    Departed,
     MemoryShare,
     Missing,
-    OnDevicesLines,
     Placement,
     ServedModel,
     Swaps,
-    model_info,
+    model_state,
 )
 from stoker.engine.residency.load import Load, conflict, in_its_own_way
 from stoker.engine.residency.streamed import streaming_status
@@ -32,12 +32,12 @@ from stoker.engine.runners.slots import SlotRunner
 from stoker.engine.runners.status import model_status
 from stoker.errors import InsufficientMemoryError, StokerError
 from stoker.ipc.commands import KnowModel, LoadModel, LostDevices, PinModel, UnloadModel
-from stoker.ipc.events import ModelState, Reply
+from stoker.ipc.events import Reply
 from stoker.ipc.model import ModelLife
 from stoker.models.memory_estimate.fit import Fit
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable
 
     from stoker.backends.protocol.backend import Backend
     from stoker.engine.inbox import LoadPost
@@ -99,7 +99,7 @@ class Residency:
         self._load: Load | None = None
         self._retry_s: dict[str, float] = {}
         self._swaps = Swaps()
-        self._departed: list[tuple[ModelRunner, Mapping[str, int], OnDevicesLines]] = []
+        self._departed = Departed(pending, placement)
         self.refusal: StokerError | None = None
         self.is_barred = False
 
@@ -203,7 +203,7 @@ class Residency:
         served = self._catalogue.find(model)
         if served is None:
             return
-        served.is_asked = False
+        served.is_asked, served.before, served.refused = False, None, None
         if self._load is not None and self._load.served is served:
             self._drop_load(self._load, ASKED_TO)  # it begins anew where requests need it
         elif served.life is not ModelLife.READY:
@@ -320,9 +320,9 @@ class Residency:
                 post.backend.close()
             return
         match post:
-            case Sized(_, estimator, fingerprint, spec, missing):
+            case Sized(_, estimator, fingerprint, spec, missing, held):
                 load.estimator, load.fingerprint = estimator, fingerprint
-                load.looked_at, load.missing = spec, missing
+                load.looked_at, load.missing, load.held = spec, missing, held
                 if load.is_reload and self._is_the_same(load):
                     self._load = None
                     self._keep(load.served, None)
@@ -391,10 +391,15 @@ class Residency:
             self._make_room(load, missing, others, now)
 
     def _go_before_itself(self, served: ServedModel, now: float) -> None:
-        """Unused it goes, and is loaded anew at once; else it stays as it is (SPEC L5)."""
+        """Unused it goes, and is loaded anew at once; else it stays as it is (SPEC L5).
+
+        Where the new load fails it comes back as it was.
+        """
         if not self._is_free(served):
             self._refuse(served, in_its_own_way(served.spec, self._jobs.num_leases(served.spec.id)), now)
             return
+        runner = self._runners.find(served.spec.id)
+        served.before = runner.load.spec if runner is not None and runner.load is not None else None
         served.move(ModelLife.UNLOADING, "is loaded otherwise")
         self._tell(served)  # and not that it is out: who asked for it waits on
         self._leave(served, served.reason, now)
@@ -454,7 +459,8 @@ class Residency:
         served.used_s = served.loaded_s = now
         served.load_took_s, served.error = now - load.begun_s, None
         served.has_served = self._pending.wants(load.spec.id)
-        self._tell(served)
+        refused, served.before, served.refused = served.refused, None, None
+        self._tell(served, refused)
         self._pending.let_in(runner)
 
     def _runner_of(self, load: Load, fitted: FittedSpec, backend: Backend | Encoder) -> ModelRunner:
@@ -479,6 +485,9 @@ class Residency:
         if served.life is ModelLife.READY:  # it was to be loaded otherwise
             self._keep(served, error)
             return
+        if served.before is not None:
+            self._come_back(served, served.before, error)
+            return
         was_optional, served.is_asked = served.is_asked and not served.may_evict, False
         served.may_evict = True  # requests may ask for more than a load that was only welcome
         served.error = error.info()
@@ -487,10 +496,19 @@ class Residency:
         elif served.life is not ModelLife.FAILED:  # of one that has failed before, it may not even be begun
             served.move(ModelLife.FAILED)
         served.reason = error.message
+        served.refused = None
         self._retry_s[served.spec.id] = now + RETRY_S
         self._tell(served, error)
         for ask in self._pending.turn_away(served.spec.id, error, now):
             self._events.append(Reply(call_id=ask.call_id, error=error.info()))
+
+    def _come_back(self, served: ServedModel, before: ModelSpec, error: StokerError) -> None:
+        """The load that it went for has failed: it is loaded as it was, and who asked is told why then."""
+        log.warning("%s is loaded as it was before: %s", served.spec.id, error)
+        served.spec, served.before, served.refused = before, None, error
+        served.is_asked = True
+        if served.life is ModelLife.LOADING:
+            served.move(ModelLife.ABSENT, error.message)
 
     def _drop_load(self, load: Load, why: str) -> None:
         """End a load that is not needed, as soon as the native library asks whether to go on."""
@@ -560,18 +578,11 @@ class Residency:
             return
         while runner.has_unstored:
             runner.rest(now)
-        self._departed.append((runner, served.size, served.on_devices))
-        self.free_departed()
+        self._departed.add(runner, served.size, served.on_devices)
 
     def free_departed(self) -> None:
         """Give back the memory of models that have gone, once no worker reads their vocabulary any more."""
-        departed, self._departed = self._departed, []
-        for runner, size, on_devices in departed:
-            if self._pending.uses(runner.prep):
-                self._departed.append((runner, size, on_devices))
-                continue
-            runner.close()
-            self._placement.release(size, on_devices, runner.prep.fingerprint)
+        self._departed.free()
 
     def close(self) -> None:
         """The engine ends: a load that goes on ends with it."""
@@ -585,16 +596,4 @@ class Residency:
         """Where a model is; `stage` is that of another load of one that is ready."""
         runner = self._runners.find(served.spec.id) if served.life is ModelLife.READY else None
         load = self._load if self._load is not None and self._load.served is served else None
-        self._events.append(
-            ModelState(
-                model=served.spec.id,
-                state=served.life,
-                stage=served.stage or stage,
-                fraction=1.0 if runner is not None else served.fraction,
-                info=model_info(runner) if runner is not None and not stage else None,
-                error=None if error is None else error.info(),
-                reason=served.reason,
-                path=load.way.path if load else "",
-                backend=load.way.backend if load else "",
-            )
-        )
+        self._events.append(model_state(served, load, runner, error, stage))
