@@ -65,11 +65,12 @@ browser:
 	    apt-get install -y -q --no-install-recommends chromium fonts-liberation; } >$(VENV)/browser.log 2>&1; } \
 	  || echo '  no Chromium: the tests of the page will be skipped'
 
+# A shell may forbid bytecode: each of the thousand processes that the tests start would then compile Stoker anew.
 test: dev browser
-	$(BIN)/python -m pytest -n $(JOBS) $(ARGS)
+	env -u PYTHONDONTWRITEBYTECODE $(BIN)/python -m pytest -n $(JOBS) $(ARGS)
 
 test-slow: dev browser
-	$(BIN)/python -m pytest -m slow $(ARGS)
+	env -u PYTHONDONTWRITEBYTECODE $(BIN)/python -m pytest -m slow $(ARGS)
 
 check: dev
 	$(BIN)/ruff check

@@ -204,6 +204,7 @@ class Machine:
     def __init__(self, folder, limit_mib=1000, margin_mib=0, **settings):
         folder.mkdir(parents=True, exist_ok=True)
         self.events = []
+        self._found = {}  # by what was asked for: the events of that, and of how many
         self.inbox = Inbox()
         self.limit_mib = limit_mib
         self.others_mib = 0
@@ -377,12 +378,15 @@ class Machine:
     # ------------------------------------------------------------ what was told
 
     def of(self, kind, request_id=None):
-        """Events of a kind, in order."""
-        return [
+        """Events of a kind, in order; each event is looked at once, as this is asked turn by turn."""
+        found, num_seen = self._found.get((kind, request_id), ([], 0))
+        found += [
             e
-            for e in self.events
+            for e in self.events[num_seen:]
             if isinstance(e, kind) and request_id in (None, getattr(e, "request_id", None))
         ]
+        self._found[kind, request_id] = found, len(self.events)
+        return list(found)
 
     def states(self, model):
         """What was told of a model, repetitions left out."""
