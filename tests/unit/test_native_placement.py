@@ -241,6 +241,24 @@ def test_a_device_that_is_not_there_is_refused_with_those_that_are(asked: dict[s
     assert caught.value.details["devices"] == ["CUDA0", "CUDA1", "CUDA2"]
 
 
+@pytest.mark.parametrize(
+    ("asked", "param"),
+    [
+        ({"split_mode": SplitMode.LAYER, "main_gpu": 1}, "main_gpu"),
+        ({"split_mode": SplitMode.NONE, "tensor_split": (1.0, 1.0, 2.0)}, "tensor_split"),
+        ({"main_gpu": 1, "tensor_split": (1.0, 1.0, 2.0)}, "tensor_split"),
+    ],
+)
+def test_what_would_be_ignored_for_another_setting_is_refused(asked: dict[str, Any], param: str) -> None:
+    """SPEC R11: where there are several devices; with one there is nothing to share."""
+    spec = ModelSpec(id="m", path="m.gguf", placement=PlacementSpec(**asked))
+    with pytest.raises(InvalidRequestError, match=rf"^{param}: with \w+ .*; leave out one of the two"):
+        with_device_ids(spec, CARDS)
+    alone = PlacementSpec(**asked | {"device": ("CUDA2",), "main_gpu": 0})
+    one = ModelSpec(id="m", path="m.gguf", placement=alone)
+    assert with_device_ids(one, CARDS).placement.device == ("CUDA2",)
+
+
 def test_a_machine_without_devices_says_so() -> None:
     """SPEC R11: what is asked for by name has to be there."""
     with pytest.raises(

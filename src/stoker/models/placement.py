@@ -61,14 +61,36 @@ def chosen_devices(placement: PlacementSpec, devices: Sequence[Device]) -> tuple
 
 
 def with_device_ids(spec: ModelSpec, devices: Sequence[Device], lost: Collection[str] = ()) -> ModelSpec:
-    """The spec with its devices by their ids; raises as `chosen_devices`, but not for what was lost."""
+    """The spec with its devices by their ids.
+
+    Raises:
+        InvalidRequestError: as `chosen_devices`, but not for what was lost; or where one of its settings has
+            several devices share the model and another would be ignored for that.
+    """
     left = tuple(name for name in spec.placement.device if name not in lost)
     is_changed = left != spec.placement.device
     placement = replace(spec.placement, device=left or (NO_DEVICE,)) if is_changed else spec.placement
     if lost:  # which were of them
         placement = replace(placement, tensor_split=(), main_gpu=None)
-    ids = tuple(device.id for device in chosen_devices(placement, devices))
+    found = chosen_devices(placement, devices)
+    if len(found) > 1:
+        _check_shares(placement, devices)
+    ids = tuple(device.id for device in found)
     return replace(spec, placement=replace(placement, device=ids or (NO_DEVICE,)))
+
+
+def _check_shares(asked: PlacementSpec, devices: Sequence[Device]) -> None:
+    """Refuse what would be ignored of how several devices are to share a model."""
+    mode, has_main = asked.split_mode, asked.main_gpu is not None
+    ignored = ""
+    if mode is SplitMode.LAYER and has_main:
+        ignored, text = "main_gpu", "with split_mode layer no device holds all of the model"
+    elif asked.tensor_split and (mode is SplitMode.NONE or (mode is None and has_main)):
+        why = "main_gpu" if mode is None else "split_mode none"
+        ignored, text = "tensor_split", f"with {why} one device holds all of the model"
+    if ignored:
+        there = tuple(device for device in devices if device.kind != CPU.kind)
+        raise _refusal(ignored, f"{text}; leave out one of the two", there)
 
 
 def without_devices(asked: ModelSpec, found: ModelSpec) -> tuple[str, ...]:

@@ -41,7 +41,7 @@ from stoker.errors import (
     UnsupportedError,
     error_from_info,
 )
-from stoker.ipc.model import ModelSpec
+from stoker.ipc.model import ModelSpec, SplitMode
 from stoker.models.memory_estimate.fit import with_draft
 from stoker.models.placement import with_device_ids, without_devices
 from stoker.models.reader import LoadContext
@@ -332,18 +332,21 @@ class LoadThreads:
         self._post(self._loader, answer, lambda error: LoadFailed(load, error))
 
     def _left_to_others(self, spec: ModelSpec, devices: list[Device]) -> tuple[list[Device], tuple[str, ...]]:
-        """Where nobody said which devices to use: those that no other process holds, unless it holds all.
+        """Where nobody said which devices to use, or to use several: those that no other process holds.
+
+        Where each is held none is left out, and the load says who has it.
 
         Returns:
             The devices to choose from, and those left out with who has them, for people.
         """
         placement = spec.placement
-        if placement.device or placement.tensor_split or placement.main_gpu is not None:
+        shares = placement.split_mode in {SplitMode.LAYER, SplitMode.ROW} or placement.tensor_split
+        if placement.device or shares or placement.main_gpu is not None:
             return devices, ()
         holders = {each.id: self._devices.holder(each) for each in devices}
         free = [each for each in devices if not holders[each.id]]
         if not any(each.lock for each in free):
-            return devices, ()  # the load says who holds them, where one does
+            return devices, ()
         held = [f"{each.label}, which {who} holds" for each in devices if (who := holders[each.id])]
         return free, tuple(held)
 
