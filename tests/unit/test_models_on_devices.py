@@ -9,7 +9,8 @@ from stoker.backends.fake.devices import FakeDevices
 from stoker.backends.fake.faults import FakeFaults
 from stoker.backends.protocol.backend import BatchPlan, PlanItem
 from stoker.errors import InsufficientMemoryError, StepMemoryError
-from stoker.ipc.events import ModelState
+from stoker.ipc.commands import KnowModel
+from stoker.ipc.events import Failed, ModelState
 from stoker.ipc.model import PlacementSpec
 
 TWO = "eog_period=0,weights_mib=300,device={0}-1+{0}-2,device_mib=500+500"
@@ -147,6 +148,22 @@ def test_a_model_that_went_for_another_load_of_itself_comes_back_where_that_fail
     machine.load(msgspec.structs.replace(spec, n_ctx=1024))  # nothing of the failure is left
     machine.until(lambda: machine.info("a").n_ctx == 1024)
     assert [event.error for event in machine.of(ModelState)][-1] is None
+
+
+def test_what_the_settings_say_later_is_not_undone_by_a_load_that_fails(make, refused_forms):
+    """SPEC L5, G7: it went for another load, which memory pressure ended; then it is to be served otherwise."""
+    machine = make(device_lease=False)
+    machine.have("a", order=ONE.format("back", 500), n_ctx=512, placement=PlacementSpec(gpu_layers="all"))
+    spec = machine.residency._catalogue.get("a").spec
+    machine.load(msgspec.structs.replace(spec, n_ctx=1024))
+    machine.until(lambda: machine.state("a") != "ready")
+    machine.residency.step_aside(0.0)
+    machine.send(KnowModel(msgspec.structs.replace(spec, n_ctx=2048)))
+    refused_forms.add(2048)
+    machine.submit("r", "a", max_tokens=4)
+    machine.until(lambda: machine.has_ended("r"))
+    assert machine.of(Failed, "r")[-1].error.code == "insufficient_memory"
+    assert machine.state("a") == "failed"
 
 
 def test_a_model_that_cannot_come_back_either_has_failed(make, refused_forms):

@@ -178,6 +178,8 @@ class Residency:
         is_loading = self._load is not None and self._load.served is served
         if served.is_in_memory or is_loading:
             spec = replace(served.spec, keep_alive_s=spec.keep_alive_s)
+        else:
+            served.before = None  # what is told now is later than that
         served.spec, served.keep_alive_s = spec, spec.keep_alive_s
         return served
 
@@ -391,10 +393,7 @@ class Residency:
             self._make_room(load, missing, others, now)
 
     def _go_before_itself(self, served: ServedModel, now: float) -> None:
-        """Unused it goes, and is loaded anew at once; else it stays as it is (SPEC L5).
-
-        Where the new load fails it comes back as it was.
-        """
+        """Unused it goes, to be loaded anew at once or come back; else it stays as it is (SPEC L5)."""
         if not self._is_free(served):
             self._refuse(served, in_its_own_way(served.spec, self._jobs.num_leases(served.spec.id)), now)
             return
