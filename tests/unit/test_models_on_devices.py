@@ -151,7 +151,7 @@ def test_a_model_that_went_for_another_load_of_itself_comes_back_where_that_fail
 
 
 def test_what_the_settings_say_later_is_not_undone_by_a_load_that_fails(make, refused_forms):
-    """SPEC L5, G7: it went for another load, which memory pressure ended; then it is to be served otherwise."""
+    """SPEC L5, G7: it went for another load, which memory pressure ended; then the settings change."""
     machine = make(device_lease=False)
     machine.have("a", order=ONE.format("back", 500), n_ctx=512, placement=PlacementSpec(gpu_layers="all"))
     spec = machine.residency._catalogue.get("a").spec
