@@ -380,6 +380,7 @@ class Machine:
     def of(self, kind, request_id=None):
         """Events of a kind, in order; each event is looked at once, as this is asked turn by turn."""
         found, num_seen = self._found.get((kind, request_id), ([], 0))
+        assert num_seen <= len(self.events), "events were taken away"
         found += [
             e
             for e in self.events[num_seen:]

@@ -93,13 +93,15 @@ async def test_the_log_has_a_line_for_each_move_and_none_for_who_uses_a_model(ca
 
     async def events():
         moves = (
-            ("moved", "ready", ""),
-            ("changed", "ready", ""),
-            ("moved", "failed", ""),
-            ("moved", "ready", "why"),
+            ("moved", "ready", "", None),
+            ("changed", "ready", "", None),
+            ("moved", "failed", "", None),
+            ("moved", "ready", "why", None),
+            ("moved", "loading", "", None),
+            ("moved", "ready", "", {"message": "the load was refused"}),
         )
-        for what, state, reason in moves:
-            row = {"what": what, "model": "m", "state": state, "reason": reason, "error": None, "leases": 3}
+        for what, state, reason, error in moves:
+            row = {"what": what, "model": "m", "state": state, "reason": reason, "error": error, "leases": 3}
             yield RuntimeEvent(event="model", at=0.0, fields=row)
 
     with caplog.at_level("INFO", "stoker.models"):
@@ -108,4 +110,6 @@ async def test_the_log_has_a_line_for_each_move_and_none_for_who_uses_a_model(ca
         "m is ready",
         "m failed",
         "m is ready, served in another way: why",
+        "m is loading",
+        "m is ready, served as before: the load was refused",
     ]

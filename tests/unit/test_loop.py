@@ -344,16 +344,26 @@ def test_a_device_that_another_process_holds_is_left_to_it_where_there_is_one_mo
         engine = Engine(cards, settings=settings)
         info = engine.of(ModelState)[-1].info
         assert (info.label, info.degraded) == ("fake · Mine", [])
-        engine.inbox.put(LoadModel(ModelSpec(id="n", path=cards.replace("300", "600"))))
+        large = cards.replace("300", "600")
+        engine.inbox.put(LoadModel(ModelSpec(id="n", path=large)))
         engine.until(lambda: engine.of(ModelState)[-1].model == "n" and engine.of(ModelState)[-1].info)
         who = f"process {os.getpid()} (model theirs)"
-        assert engine.of(ModelState)[-1].info.degraded[-1] == f"without Fake Theirs, which {who} holds"
+        assert engine.of(ModelState)[-1].info.degraded[-1] == f"without Theirs, which {who} holds"
         by_name = ModelSpec(id="o", path=cards, placement=PlacementSpec(device=("Theirs",)))
         engine.inbox.put(LoadModel(by_name))
         engine.until(lambda: engine.of(ModelState)[-1].error)
         assert engine.of(ModelState)[-1].error.code == "device_busy"
-        engine.inbox.put(Shutdown())
-        engine.loop.run()
+        whole = ModelSpec(id="p", path=large, placement=PlacementSpec(gpu_layers="all"))
+        engine.inbox.put(LoadModel(whole))
+        engine.until(lambda: engine.of(ModelState)[-1].model == "p" and engine.of(ModelState)[-1].error)
+        error = engine.of(ModelState)[-1].error
+        assert (error.code, error.details["device"]) == ("insufficient_memory", "Mine")
+        assert error.message.endswith(f"; that is without Theirs, which {who} holds")
+    engine.inbox.put(LoadModel(ModelSpec(id="n", path=large)))  # as before, and the card is free now
+    engine.until(lambda: (told := engine.of(ModelState)[-1]).info and told.info.label == "fake · Theirs")
+    assert engine.of(ModelState)[-1].info.degraded == []
+    engine.inbox.put(Shutdown())
+    engine.loop.run()
 
 
 def test_two_engines_share_a_device_where_the_settings_say_so(tmp_path):

@@ -179,6 +179,38 @@ def test_a_load_otherwise_that_kills_engines_leaves_the_model_as_it_was() -> Non
     assert registry.resolve("a").id == "a"
 
 
+def test_no_way_of_a_load_that_was_given_up_comes_back_with_the_next_engine() -> None:
+    """SPEC L3, L5: after a suspension all ways of a model are tried again, and those were another's."""
+    registry = registry_of("a")
+    registry.next_due()
+    tell(registry, "a", "ready")
+    before = registry.get("a").spec
+    second = spec("a", num_slots=7, backend="second")
+    registry.ask(spec("a", num_slots=7, backend="first", fallbacks=(second,)), registry.get("a").info)
+    tell(registry, "a", "unloading")
+    for way in ("first", "first", "second", "second"):
+        event = ModelState(model="a", state="loading", stage="weights", path="a.gguf", backend=way)
+        registry.record(event)
+        registry.charge(CRASH)
+        registry.begin_instance()
+    assert registry.load_failure("a") is not None
+    registry.next_due()
+    tell(registry, "a", "ready")
+    registry.suspend()
+    assert registry.get("a").spec == before
+
+
+def test_a_crash_in_a_child_of_a_load_otherwise_bars_nothing() -> None:
+    """SPEC L3, L5: what was served before is served, though the engine could not bring it back by itself."""
+    registry = registry_of("a")
+    registry.next_due()
+    tell(registry, "a", "ready")
+    registry.ask(spec("a", num_slots=7), registry.get("a").info)
+    tell(registry, "a", "failed", error=LoadCrashedError("a trial died of SIGSEGV"))
+    assert registry.failure("a") is None
+    assert registry.resolve("a").id == "a"
+
+
 def barred(registry: ModelRegistry, model: str) -> None:
     """Its loads end two engines."""
     for _ in range(2):

@@ -9,7 +9,7 @@ from stoker.backends.fake.devices import FakeDevices
 from stoker.backends.fake.faults import FakeFaults
 from stoker.backends.protocol.backend import BatchPlan, PlanItem
 from stoker.errors import InsufficientMemoryError, StepMemoryError
-from stoker.ipc.commands import KnowModel
+from stoker.ipc.commands import KnowModel, UnloadModel
 from stoker.ipc.events import Failed, ModelState
 from stoker.ipc.model import PlacementSpec
 
@@ -148,6 +148,95 @@ def test_a_model_that_went_for_another_load_of_itself_comes_back_where_that_fail
     machine.load(msgspec.structs.replace(spec, n_ctx=1024))  # nothing of the failure is left
     machine.until(lambda: machine.info("a").n_ctx == 1024)
     assert [event.error for event in machine.of(ModelState)][-1] is None
+
+
+@pytest.fixture
+def gone(make, refused_forms):
+    """A machine whose model has gone for a load that will be refused, and how it was loaded before."""
+    machine = make(device_lease=False)
+    machine.have("a", order=ONE.format("back", 500), n_ctx=512, placement=PlacementSpec(gpu_layers="all"))
+    spec = machine.residency._catalogue.get("a").spec
+    refused_forms.add(1024)
+    machine.load(msgspec.structs.replace(spec, n_ctx=1024))
+    machine.until(lambda: machine.state("a") != "ready")
+    return machine, spec
+
+
+@pytest.mark.parametrize("is_refused", [False, True], ids=["fits", "is refused too"])
+def test_a_load_asked_for_while_it_comes_back_has_its_own_end(gone, refused_forms, is_refused):
+    """SPEC L5: it is in memory as asked for last, or as it was; nobody is told of another's failure."""
+    machine, spec = gone
+    machine.until(lambda: machine.residency._catalogue.get("a").refused)
+    if is_refused:
+        refused_forms.add(768)
+    machine.load(msgspec.structs.replace(spec, n_ctx=768))
+    machine.until(lambda: machine.state("a") == "ready")
+    assert machine.info("a").n_ctx == (512 if is_refused else 768)
+    error = machine.of(ModelState)[-1].error
+    assert (error.code if error else None) == ("insufficient_memory" if is_refused else None)
+
+
+@pytest.mark.parametrize("way", ["unloaded", "under pressure"])
+def test_a_load_that_is_given_up_changes_nothing_of_how_the_model_is_served(gone, refused_forms, way):
+    """SPEC L5, M4: the next request finds it as it was before that load, as the client believes."""
+    machine, spec = gone
+    refused_forms.clear()
+    if way == "unloaded":
+        machine.send(UnloadModel("a"))
+    else:
+        machine.residency.step_aside(0.0)
+    machine.submit("r", "a", max_tokens=4)
+    machine.run("r")
+    assert machine.info("a").n_ctx == 512
+    assert machine.residency._catalogue.get("a").spec == spec
+
+
+def test_an_unload_takes_back_a_load_that_has_not_begun(make):
+    """SPEC L5, R7: it waited for memory; the next request finds the model as it was."""
+    machine = make(device_lease=False)
+    machine.have("a", order="eog_period=0", n_ctx=512)
+    spec = machine.residency._catalogue.get("a").spec
+    machine.residency.is_barred = True
+    machine.load(msgspec.structs.replace(spec, n_ctx=1024))
+    machine.turn()
+    machine.send(UnloadModel("a"))
+    machine.residency.is_barred = False
+    machine.submit("r", "a", max_tokens=4)
+    machine.run("r")
+    assert machine.info("a").n_ctx == 512
+
+
+def test_a_load_that_fails_in_the_next_engine_is_not_what_requests_wait_for(make, refused_forms):
+    """SPEC L5: that engine never had the model; it is known as it was before, and requests are served so."""
+    machine = make(device_lease=False)
+    spec = machine.know("a", ONE.format("back", 500), n_ctx=512, placement=PlacementSpec(gpu_layers="all"))
+    refused_forms.add(1024)
+    machine.load(msgspec.structs.replace(spec, n_ctx=1024))
+    machine.submit("waits", "a", max_tokens=4)
+    machine.run("waits")
+    assert machine.info("a").n_ctx == 512
+    machine.send(UnloadModel("a"))
+    machine.until(lambda: machine.state("a") == "absent")
+    machine.load(msgspec.structs.replace(spec, n_ctx=1024))
+    assert refusal(machine, "a").code == "insufficient_memory"
+    assert machine.residency._catalogue.get("a").spec == spec
+    machine.submit("later", "a", max_tokens=4)
+    machine.run("later")
+    assert machine.info("a").n_ctx == 512
+
+
+def test_a_card_without_any_memory_is_tried_once(make, monkeypatch):
+    """SPEC R11: what cannot be made less is refused, and not tried for ever."""
+    machine, tries = make(device_lease=False), []
+
+    def refused(self, owner, lines):
+        tries.append(owner)
+        raise InsufficientMemoryError("cudaMalloc failed", needed=MIB, free=0, device="void-1")
+
+    monkeypatch.setattr(FakeDevices, "take", refused)
+    machine.load(machine.know("a", ONE.format("void", 0)))
+    assert refusal(machine, "a").code == "insufficient_memory"
+    assert len(tries) < 5
 
 
 def test_what_the_settings_say_later_is_not_undone_by_a_load_that_fails(make, refused_forms):

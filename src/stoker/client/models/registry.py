@@ -451,6 +451,7 @@ class ModelRegistry:
         entry.reason, entry.error = event.reason, event.error
         if not entry.is_settled:
             return
+        was_to_change = entry.is_to_change
         entry.is_due = entry.is_leaving = False
         if entry.state is ModelLife.READY:
             entry.is_served, entry.load_crashes = True, 0
@@ -461,7 +462,8 @@ class ModelRegistry:
             known = way.quantisation or entry.info.quantisation  # the header says it, an engine does not
             entry.info = msgspec.structs.replace(event.info.served_as(way), quantisation=known)
         entry.asked = None
-        if entry.state is ModelLife.FAILED and event.error and event.error.code == LoadCrashedError.code:
+        has_crashed = event.error is not None and event.error.code == LoadCrashedError.code
+        if entry.state is ModelLife.FAILED and event.error and has_crashed and not was_to_change:
             self._bar(entry, event.error)
 
     def suspend(self) -> None:
@@ -531,7 +533,7 @@ class ModelRegistry:
     def _give_up_reload(self, entry: ModelEntry, text: str, crashes: int) -> None:
         """Keep the model as it was loaded before; the load may be asked for again."""
         entry.reload_error = _load_crash(entry, text, crashes)
-        entry.asked = None
+        entry.asked = entry.whole = None
 
     def _bar(self, entry: ModelEntry, error: ErrorInfo) -> None:
         entry.is_barred, entry.is_due = True, False

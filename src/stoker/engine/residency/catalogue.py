@@ -64,8 +64,9 @@ class ServedModel:
         degraded: what it was given less of than was asked for.
         stage, fraction: how far a load has come.
         reason: why it is not ready, or what was to serve it does not; error: with which it failed last.
-        before: how it was loaded until it went for another load of itself: it comes back so if that fails.
-        refused: why that load failed, told when it is back; None: none did.
+        settled: how it was loaded last, or is to be by the settings: it is `spec` again where a load fails.
+        has_gone: it went for the load of itself that is under way, and comes back where that fails.
+        refused: why such a load failed, told when it is back; None: none did.
     """
 
     spec: ModelSpec
@@ -86,12 +87,31 @@ class ServedModel:
     fraction: float = 0.0
     reason: str = ""
     error: ErrorInfo | None = None
-    before: ModelSpec | None = None
+    settled: ModelSpec = field(init=False)
+    has_gone: bool = False
     refused: StokerError | None = None
     story: deque[str] = field(default_factory=lambda: deque(maxlen=STORY_LENGTH))
 
+    def __post_init__(self) -> None:
+        self.settled = self.spec
+
     def __repr__(self) -> str:
         return f"<ServedModel {self.spec.id} {self.life}>"
+
+    def keep_for(self, keep_alive_s: float) -> None:
+        """It stays for so long after a request from now on, however it is loaded."""
+        self.spec = msgspec.structs.replace(self.spec, keep_alive_s=keep_alive_s)
+        self.settled = msgspec.structs.replace(self.settled, keep_alive_s=keep_alive_s)
+
+    def settle(self, spec: ModelSpec) -> None:
+        """It is served so from now on; nothing is left of a load that was to change that."""
+        self.spec = self.settled = spec
+        self.has_gone, self.refused = False, None
+
+    @property
+    def is_to_change(self) -> bool:
+        """Whether it is to be loaded otherwise than it was, or than the settings say."""
+        return self.spec.as_loaded != self.settled.as_loaded
 
     @property
     def size_bytes(self) -> int:

@@ -148,6 +148,13 @@ class Load:
         text = "; ".join([last.message, *(error.message for error in before)])
         return error_from_info(msgspec.structs.replace(last.info(), message=text))
 
+    def explained(self, error: StokerError) -> StokerError:
+        """Why it cannot be loaded, with the devices that it might have got and others hold."""
+        if not self.held:
+            return error
+        text = f"{error.message}; that is without {' and '.join(self.held)}"
+        return error_from_info(msgspec.structs.replace(error.info(), message=text))
+
     def less(self, trial_token_s: float) -> tuple[str, ...]:
         """What the model gets less of than was asked for, and what that costs, for people.
 
@@ -166,13 +173,15 @@ class Load:
     def learn(self, error: InsufficientMemoryError) -> bool:
         """Loading has shown that a device has less room than was thought; returns whether to try again.
 
-        Each time it may take an eighth less there, or as much less as was missing.
+        Each time it may take an eighth less there, or as much less as was missing; from nothing it cannot.
         """
         device = error.details.get("device", "")
         tried_bytes = self.fitted.estimate.device_bytes(device) if self.fitted is not None else 0
         missing_bytes = error.details.get("needed", 0) - error.details.get("free", 0)
-        self.most_bytes[device] = max(0, min(tried_bytes * 7 // 8, tried_bytes - missing_bytes))
-        return tried_bytes > 0
+        most_bytes: int = max(0, min(tried_bytes * 7 // 8, tried_bytes - missing_bytes))
+        before_bytes = self.most_bytes.get(device, tried_bytes)
+        self.most_bytes[device] = most_bytes
+        return most_bytes < before_bytes
 
     @property
     def waits_for_room(self) -> bool:
@@ -190,7 +199,8 @@ class Load:
         spec, theirs = self.spec, other.spec
         theirs = msgspec.structs.replace(theirs, keep_alive_s=spec.keep_alive_s, is_pinned=spec.is_pinned)
         is_same_way = other.way.served_by == self.way.served_by
-        return theirs == spec and is_same_way and other.fingerprint == self.fingerprint
+        is_same_file = other.fingerprint == self.fingerprint
+        return theirs == spec and is_same_way and is_same_file and other.held == self.held
 
 
 def is_for_others(error: StokerError) -> bool:
@@ -347,7 +357,7 @@ class LoadThreads:
         free = [each for each in devices if not holders[each.id]]
         if not any(each.lock for each in free):
             return devices, ()
-        held = [f"{each.label}, which {who} holds" for each in devices if (who := holders[each.id])]
+        held = [f"{each.id}, which {who} holds" for each in devices if (who := holders[each.id])]
         return free, tuple(held)
 
     def _with_content(self, spec: ModelSpec, on_read: Callable[[], None]) -> ModelSpec:

@@ -11,8 +11,6 @@ import dataclasses
 import logging
 from typing import TYPE_CHECKING
 
-from msgspec.structs import replace
-
 from stoker.backends.protocol.encoding import Encoder
 from stoker.engine.inbox import Loaded, LoadFailed, LoadMoved, LoadStop, Sized
 from stoker.engine.residency.catalogue import (
@@ -177,10 +175,10 @@ class Residency:
         served = self._catalogue.know(spec)
         is_loading = self._load is not None and self._load.served is served
         if served.is_in_memory or is_loading:
-            spec = replace(served.spec, keep_alive_s=spec.keep_alive_s)
+            served.keep_for(spec.keep_alive_s)
         else:
-            served.before = None  # what is told now is later than that
-        served.spec, served.keep_alive_s = spec, spec.keep_alive_s
+            served.settle(spec)
+        served.keep_alive_s = spec.keep_alive_s
         return served
 
     def _ask(self, command: LoadModel, now: float) -> None:
@@ -192,6 +190,7 @@ class Residency:
         if self._load is not None and self._load.served is served and served.spec != spec:
             self._end_load(self._load, "it is to be loaded otherwise")
         served.spec, served.is_asked, served.may_evict = spec, True, command.may_evict
+        served.refused = None
         served.is_suspect = command.is_suspect
         served.used_s = now
         self._retry_s.pop(spec.id, None)
@@ -205,11 +204,12 @@ class Residency:
         served = self._catalogue.find(model)
         if served is None:
             return
-        served.is_asked, served.before, served.refused = False, None, None
+        served.is_asked = False
         if self._load is not None and self._load.served is served:
             self._drop_load(self._load, ASKED_TO)  # it begins anew where requests need it
         elif served.life is not ModelLife.READY:
             self._tell(served)
+        served.settle(served.settled)
         if served.life is ModelLife.READY:
             served.move(ModelLife.UNLOADING, ASKED_TO)
             self._tell(served)
@@ -374,7 +374,7 @@ class Residency:
         try:
             fitted, missing = self._placement.weigh(load, share)
         except StokerError as error:
-            self._refuse(load.served, error, now)
+            self._refuse(load.served, load.explained(error), now)
             return
         if missing.is_nothing:
             load.fitted = fitted
@@ -397,8 +397,7 @@ class Residency:
         if not self._is_free(served):
             self._refuse(served, in_its_own_way(served.spec, self._jobs.num_leases(served.spec.id)), now)
             return
-        runner = self._runners.find(served.spec.id)
-        served.before = runner.load.spec if runner is not None and runner.load is not None else None
+        served.has_gone = True
         served.move(ModelLife.UNLOADING, "is loaded otherwise")
         self._tell(served)  # and not that it is out: who asked for it waits on
         self._leave(served, served.reason, now)
@@ -458,7 +457,8 @@ class Residency:
         served.used_s = served.loaded_s = now
         served.load_took_s, served.error = now - load.begun_s, None
         served.has_served = self._pending.wants(load.spec.id)
-        refused, served.before, served.refused = served.refused, None, None
+        refused = served.refused
+        served.settle(load.spec)
         self._tell(served, refused)
         self._pending.let_in(runner)
 
@@ -484,9 +484,10 @@ class Residency:
         if served.life is ModelLife.READY:  # it was to be loaded otherwise
             self._keep(served, error)
             return
-        if served.before is not None:
-            self._come_back(served, served.before, error)
+        if served.is_to_change and (served.has_gone or self._pending.wants(served.spec.id)):
+            self._come_back(served, error)
             return
+        served.settle(served.settled)
         was_optional, served.is_asked = served.is_asked and not served.may_evict, False
         served.may_evict = True  # requests may ask for more than a load that was only welcome
         served.error = error.info()
@@ -495,17 +496,15 @@ class Residency:
         elif served.life is not ModelLife.FAILED:  # of one that has failed before, it may not even be begun
             served.move(ModelLife.FAILED)
         served.reason = error.message
-        served.refused = None
         self._retry_s[served.spec.id] = now + RETRY_S
         self._tell(served, error)
         for ask in self._pending.turn_away(served.spec.id, error, now):
             self._events.append(Reply(call_id=ask.call_id, error=error.info()))
 
-    def _come_back(self, served: ServedModel, before: ModelSpec, error: StokerError) -> None:
-        """The load that it went for has failed: it is loaded as it was, and who asked is told why then."""
+    def _come_back(self, served: ServedModel, error: StokerError) -> None:
+        """A load of it otherwise has failed: it is loaded as it was, and who asked is told why then."""
         log.warning("%s is loaded as it was before: %s", served.spec.id, error)
-        served.spec, served.before, served.refused = before, None, error
-        served.is_asked = True
+        served.spec, served.refused, served.is_asked = served.settled, error, True
         if served.life is ModelLife.LOADING:
             served.move(ModelLife.ABSENT, error.message)
 
@@ -516,6 +515,7 @@ class Residency:
             self._keep(load.served, None)
         else:
             load.served.is_asked = False
+            load.served.settle(load.served.settled)
             self._tell(load.served)
         self._call_off(load.spec.id)
 
