@@ -246,3 +246,31 @@ def test_clocks_are_the_systems_unless_told() -> None:
     clocks = Clocks()
     assert clocks.wall is time.monotonic
     assert clocks.cpu is time.process_time
+
+
+@pytest.mark.parametrize(
+    ("pause_s", "others", "num_threads"),
+    [(3.0, 1.9, 1), (1.2, 1.9, 1), (0.5, 1.9, 2), (60.0, 1.9, 2), (3.0, 0.3, 2)],
+    ids=["taken", "a short pause", "too short to tell", "too long to tell", "free"],
+)
+def test_the_step_after_a_pause_begins_with_fewer_threads_where_cores_were_taken(
+    pause_s: float, others: float, num_threads: int
+) -> None:
+    """SPEC M7: else it would last many times as long, and a person who asks then would wait for its end."""
+    desk = Desk()
+    for _ in range(40):
+        assert desk.step(0.03, 0.06) is None
+    desk.pause(pause_s, others=others)
+    decision = desk.keeper.begin()
+    assert (decision.num_threads if decision else 2) == num_threads
+    assert desk.keeper.governor.num_threads == num_threads
+
+
+def test_cores_that_were_taken_in_a_pause_are_taken_back_when_they_are_free() -> None:
+    """SPEC M7: what a pause has told may be over; half a second of steps shows it."""
+    desk = Desk()
+    desk.step(0.03, 0.06)
+    desk.pause(3.0, others=1.9)
+    for _ in range(20):
+        desk.step(0.06, 0.06)
+    assert desk.keeper.governor.num_threads == 2

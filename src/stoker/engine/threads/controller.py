@@ -181,7 +181,9 @@ BOUND_S = 10.0
 LOOK_EVERY_S = 0.1
 """How often, at most, a step's beginning asks what time has changed."""
 WATCHED_S = 1.0
-"""How long others have to be watched before the first step, for that one to follow them."""
+"""How long others have to be watched before a step, the first or one after a pause, for it to follow them."""
+STALE_S = 10.0
+"""The mean of a longer pause says little of its end."""
 
 
 class Clocked(NamedTuple):
@@ -255,10 +257,10 @@ class ThreadController:
         watched_s = now_s - self._watch.read_at_s
         others = self._watch.read(now_s)
         decision = self.governor.wake(now_s, others)
-        if not self._has_begun:
-            self._has_begun = True
-            if others is not None and watched_s >= WATCHED_S:
-                decision = self.governor.start(others)
+        is_recent = watched_s <= STALE_S or not self._has_begun
+        self._has_begun = True
+        if others is not None and watched_s >= WATCHED_S and is_recent:
+            decision = self.governor.start(others) or decision
         if decision is not None:
             self._changed(decision)
         return decision

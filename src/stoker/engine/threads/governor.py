@@ -47,7 +47,7 @@ MAX_TRIAL_AFTER_S = 30.0
 GAP_S = 2.0
 """After so long without a step, what was seen before says nothing."""
 TAKEN_CORES = 0.75
-"""Cores short before the first step from which that one begins with fewer threads."""
+"""Cores short in a pause from which the step after it begins with fewer threads."""
 
 _OTHERS_TEXT = "other processes use {:.1f} of {} cores"
 
@@ -220,10 +220,10 @@ class ThreadGovernor:
         return self._raise_to(fitting, now_s) if fitting > self._num_threads else None
 
     def start(self, others_cores: float) -> Decision | None:
-        """The first step of all begins: lower where others have plainly taken cores since before.
+        """The first step begins, of all or after a pause: lower where others have plainly taken cores.
 
-        No step has shown a loss yet, so this takes more than `_lower` does: a step of a long prompt on cores
-        that are taken lasts many times as long as with fewer threads.
+        No step has shown a loss lately, so this takes more than `_lower` does: a step of a long prompt on
+        cores that are taken lasts many times as long as with fewer threads.
 
         Args:
             others_cores: cores that other processes used over the last seconds.
