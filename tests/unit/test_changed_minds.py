@@ -47,6 +47,28 @@ async def test_a_reload_that_everybody_cancels_leaves_the_model_that_serves(runt
     assert state(runtime) == "ready"
 
 
+@pytest.mark.parametrize("goes", [False, True], ids=["beside itself", "in its place"])
+async def test_a_model_is_as_it_was_where_nobody_waits_for_its_reload_any_more(
+    tmp_path: Path, *, goes: bool
+) -> None:
+    """SPEC R4, L5: a caller who leaves no longer wants it, though the model had gone for that load."""
+    card = ",weights_mib=300,device=Kept,device_mib=500" if goes else ""
+    settings = {"ctx_size": 2048, "run_dir": tmp_path / "run", "memory_margin": 0, "device_lease": False}
+    async with Runtime(SLOW + card, isolation="thread", gpu_layers="all", **settings) as runtime:
+        asking = asyncio.create_task(runtime.load_model("fake", ctx_size=4096))
+        await asyncio.sleep(0.05)
+        if goes:
+            await until_state(runtime, "loading")
+        asking.cancel()
+        await asyncio.gather(asking, return_exceptions=True)
+        await until_state(runtime, "ready")
+        await asyncio.sleep(0.5)  # longer than the load would have taken
+        await until_state(runtime, "ready")
+        assert runtime.models[0].n_ctx == 2048
+        assert (await runtime.ask("so", max_tokens=4)).text
+        assert runtime.models[0].n_ctx == 2048
+
+
 async def test_a_load_right_after_a_cancelled_one_is_a_load_of_its_own(runtime: Runtime) -> None:
     """SPEC R4: the end of the former is no answer to it."""
     await runtime.unload_model("fake")

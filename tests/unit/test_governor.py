@@ -269,10 +269,10 @@ def test_a_pause_with_others_at_work_changes_nothing() -> None:
 
 def test_the_first_step_leaves_cores_that_are_plainly_taken() -> None:
     """SPEC M7: a long prompt's first step took ten seconds instead of one beside two busy processes."""
-    assert ThreadGovernor(2).start(1.4) == Decision(1, "other processes use 1.4 of 2 cores")
-    assert ThreadGovernor(2).start(0.7) is None, "steps will tell"
-    assert ThreadGovernor(8, 16).start(7.0) is None
-    assert ThreadGovernor(8, 8).start(3.0) == Decision(5, "other processes use 3.0 of 8 cores")
+    assert ThreadGovernor(2).start(0.0, 1.4) == Decision(1, "other processes use 1.4 of 2 cores")
+    assert ThreadGovernor(2).start(0.0, 0.7) is None, "steps will tell"
+    assert ThreadGovernor(8, 16).start(0.0, 7.0) is None
+    assert ThreadGovernor(8, 8).start(0.0, 3.0) == Decision(5, "other processes use 3.0 of 8 cores")
 
 
 # ---------------------------------------------------------------- other machines
@@ -340,3 +340,27 @@ def test_disturbed_steps_teach_nothing() -> None:
     lowered = ThreadGovernor(2)
     machine.run(3.0, lowered)
     assert not lowered.is_disturbed
+
+
+def test_a_pause_in_which_cores_were_taken_ends_a_trial() -> None:
+    """SPEC M7: nobody judges it; the next steps have one thread at least, and more as soon as may be."""
+    governor = ThreadGovernor(2, 2)
+    now_s = 0.0
+
+    def steps(num: int, cores: float, others: float | None) -> None:
+        nonlocal now_s
+        for _ in range(num):
+            now_s += 0.1
+            threads = governor.num_threads
+            governor.observe(StepSample(now_s, 0.1, 0.1 * min(cores, threads), 0.01, threads), others)
+
+    steps(10, 1.0, None)
+    assert governor.num_threads == 1
+    while governor.num_threads == 1:  # until more are tried
+        steps(1, 1.0, None)
+    now_s += 1.5
+    assert governor.start(now_s, 1.9) is not None
+    steps(6, 0.5, 1.9)
+    assert governor.num_threads == 1
+    steps(8, 1.0, 0.0)
+    assert governor.num_threads == 2

@@ -191,6 +191,22 @@ def test_a_load_that_is_given_up_changes_nothing_of_how_the_model_is_served(gone
     assert machine.residency._catalogue.get("a").spec == spec
 
 
+def test_a_reload_that_pressure_ends_is_no_success(make):
+    """SPEC M4, L5: the pinned model serves on as it was, and who asked for more is told so."""
+    machine = make(device_lease=False)
+    machine.have("a", order="eog_period=0,load_s=0.3", n_ctx=512)
+    served = machine.residency._catalogue.get("a")
+    served.is_pinned = True
+    machine.load(msgspec.structs.replace(served.spec, n_ctx=1024))
+    machine.until(lambda: machine.residency._load is not None and machine.residency._load.fitted)
+    machine.residency.step_aside(0.0)
+    machine.turn()
+    event = machine.of(ModelState)[-1]
+    assert (event.state, event.error.code) == ("ready", "not_ready")
+    assert "memory is short" in event.error.message
+    assert event.info.n_ctx == 512
+
+
 def test_an_unload_takes_back_a_load_that_has_not_begun(make):
     """SPEC L5, R7: it waited for memory; the next request finds the model as it was."""
     machine = make(device_lease=False)

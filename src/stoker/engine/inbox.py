@@ -7,8 +7,9 @@ Any thread puts, only the loop takes. Unbounded on purpose: what arrives here is
 from __future__ import annotations
 
 import queue
+from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 from threading import Event
 
@@ -70,7 +71,7 @@ class Sized:
         fingerprint: of the file.
         spec: how it is to be loaded, with the ids of the devices that there are.
         missing: devices that were lost and are not used.
-        held: devices that are left to other processes, each with who has it, for people.
+        held: devices that are left to other processes, by their ids who has each, for people.
     """
 
     load: LoadStop
@@ -78,7 +79,7 @@ class Sized:
     fingerprint: str
     spec: ModelSpec | None = None
     missing: tuple[str, ...] = ()
-    held: tuple[str, ...] = ()
+    held: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

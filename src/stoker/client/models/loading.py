@@ -205,7 +205,8 @@ class ModelLoading:
     async def load(self, spec: ModelSpec, info: ModelInfo) -> ModelInfo:
         """Load a model; `info` describes one that is not served yet.
 
-        When its last caller is cancelled, the load is stopped, unless requests want the model.
+        When its last caller is cancelled, the load is stopped, unless requests want the model. One that was
+        in memory is then as it was.
 
         Raises:
             NotReadyError: it was unloaded meanwhile.
@@ -214,8 +215,8 @@ class ModelLoading:
         """
         model = spec.id
         entry = self._registry.get(model)
-        if entry is not None and entry.is_ready_as(spec):
-            return self._registry.resolve(model)
+        if entry is not None and entry.is_ready_as(spec) and not entry.info.degraded:
+            return self._registry.resolve(model)  # one that got less may get more now: the engine looks again
         self._check_fits(spec, entry)
         is_same = entry is not None and entry.to_load == spec
         was_ready = self._registry.state(model) is ModelLife.READY
@@ -228,13 +229,22 @@ class ModelLoading:
             return await answer
         except asyncio.CancelledError:
             callers.remove(answer)
-            is_wanted = callers or was_ready or self.num_requests(model)
-            if not is_wanted and self._registry.state(model) in {ModelLife.LOADING, ModelLife.SUSPENDED}:
-                self._release(model)
+            if not callers and answer.cancelled():  # else it is answered, and only the caller has gone
+                self._give_up(model, was_ready=was_ready)
             raise
         finally:
             if self._coming.get(model) == []:
                 del self._coming[model]
+
+    def _give_up(self, model: str, *, was_ready: bool) -> None:
+        """Nobody waits for a load any more: one that was in memory is to be as it was, another is stopped."""
+        if was_ready:
+            if (former := self._registry.call_off(model)) is not None:
+                self._tell(former)
+            return
+        is_under_way = self._registry.state(model) in {ModelLife.LOADING, ModelLife.SUSPENDED}
+        if is_under_way and not self.num_requests(model):
+            self._release(model)
 
     def _check_fits(self, spec: ModelSpec, entry: ModelEntry | None) -> None:
         """Refuse to take context from requests whose model is away; the engine judges of one that is ready.
@@ -320,7 +330,7 @@ class ModelLoading:
         """Fail the loads that would take context from live requests: no engine can judge of them any more."""
         for model in list(self._coming):
             num_requests = self.num_requests(model)
-            if num_requests and self._registry.call_off(model):
+            if num_requests and self._registry.call_off(model, for_requests=True):
                 self._fail(model, _in_use(model, num_requests))
 
     def lost(self) -> None:

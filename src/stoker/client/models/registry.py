@@ -311,13 +311,16 @@ class ModelRegistry:
 
     # ------------------------------------------------------------ what callers want
 
-    def call_off(self, model: str) -> bool:
-        """Give up a load that would take context or the file from requests; returns whether one was asked."""
+    def call_off(self, model: str, *, for_requests: bool = False) -> LoadModel | None:
+        """Give up a load otherwise; returns the command to go back to the former. None: there was none.
+
+        `for_requests`: only one that would take context or the file from them.
+        """
         entry = self._entries[model]
-        if entry.asked is None or not entry.loses_by(entry.asked):
-            return False
+        if entry.asked is None or not (entry.loses_by(entry.asked) if for_requests else entry.is_to_change):
+            return None
         entry.asked = None
-        return True
+        return LoadModel(entry.spec, is_suspect=entry.is_suspect)
 
     def ask(self, spec: ModelSpec, info: ModelInfo) -> LoadModel:
         """A caller wants `spec` in memory; returns the command for an engine that serves.

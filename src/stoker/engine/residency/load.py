@@ -74,7 +74,7 @@ class Load:
         passed_over: why the ways before cannot serve it; errors: the same, as they were met.
         estimator, fingerprint: what the file says; None before it was looked at.
         missing: devices that were lost and are not used.
-        held: devices that are left to other processes, each with who has it, for people.
+        held: devices that are left to other processes, by their ids who has each, for people.
         looked_at: the spec with the ids of the devices that there are; None: likewise.
         fitted: how it is loaded; None while it waits for room.
         look_s: when to look for room again.
@@ -101,7 +101,7 @@ class Load:
     stage: str = ""
     looked_at: ModelSpec | None = None
     missing: tuple[str, ...] = ()
-    held: tuple[str, ...] = ()
+    held: Mapping[str, str] = field(default_factory=dict)
     most_bytes: dict[str, int] = field(default_factory=dict)
     vocabulary: VocabularyDigests = field(default_factory=VocabularyDigests)
 
@@ -152,8 +152,11 @@ class Load:
         """Why it cannot be loaded, with the devices that it might have got and others hold."""
         if not self.held:
             return error
-        text = f"{error.message}; that is without {' and '.join(self.held)}"
+        text = f"{error.message}; that is without {' and '.join(self._held_texts())}"
         return error_from_info(msgspec.structs.replace(error.info(), message=text))
+
+    def _held_texts(self) -> list[str]:
+        return [f"{device}, which {who} holds" for device, who in self.held.items()]
 
     def less(self, trial_token_s: float) -> tuple[str, ...]:
         """What the model gets less of than was asked for, and what that costs, for people.
@@ -165,7 +168,7 @@ class Load:
         if not self.missing:
             less += without_devices(self.way, self.wanted)
         if less:
-            less += (f"without {device}" for device in self.held)
+            less += (f"without {device}" for device in self._held_texts())
             if trial_token_s:
                 less.append(f"one request alone got {1 / trial_token_s:.3g} tokens/s in a trial")
         return (*less, *(f"without {device}, which was lost" for device in self.missing))
@@ -200,7 +203,7 @@ class Load:
         theirs = msgspec.structs.replace(theirs, keep_alive_s=spec.keep_alive_s, is_pinned=spec.is_pinned)
         is_same_way = other.way.served_by == self.way.served_by
         is_same_file = other.fingerprint == self.fingerprint
-        return theirs == spec and is_same_way and is_same_file and other.held == self.held
+        return theirs == spec and is_same_way and is_same_file and other.held.keys() == self.held.keys()
 
 
 def is_for_others(error: StokerError) -> bool:
@@ -341,24 +344,23 @@ class LoadThreads:
 
         self._post(self._loader, answer, lambda error: LoadFailed(load, error))
 
-    def _left_to_others(self, spec: ModelSpec, devices: list[Device]) -> tuple[list[Device], tuple[str, ...]]:
+    def _left_to_others(self, spec: ModelSpec, devices: list[Device]) -> tuple[list[Device], dict[str, str]]:
         """Where nobody said which devices to use, or to use several: those that no other process holds.
 
         Where each is held none is left out, and the load says who has it.
 
         Returns:
-            The devices to choose from, and those left out with who has them, for people.
+            The devices to choose from, and by the ids of those left out who has each, for people.
         """
         placement = spec.placement
         shares = placement.split_mode in {SplitMode.LAYER, SplitMode.ROW} or placement.tensor_split
         if placement.device or shares or placement.main_gpu is not None:
-            return devices, ()
+            return devices, {}
         holders = {each.id: self._devices.holder(each) for each in devices}
         free = [each for each in devices if not holders[each.id]]
         if not any(each.lock for each in free):
-            return devices, ()
-        held = [f"{each.id}, which {who} holds" for each in devices if (who := holders[each.id])]
-        return free, tuple(held)
+            return devices, {}
+        return free, {device: who for device, who in holders.items() if who}
 
     def _with_content(self, spec: ModelSpec, on_read: Callable[[], None]) -> ModelSpec:
         path = Path(spec.path)

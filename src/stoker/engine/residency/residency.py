@@ -28,7 +28,7 @@ from stoker.engine.residency.streamed import streaming_status
 from stoker.engine.runners.oneshot import OneShotRunner
 from stoker.engine.runners.slots import SlotRunner
 from stoker.engine.runners.status import model_status
-from stoker.errors import InsufficientMemoryError, StokerError
+from stoker.errors import InsufficientMemoryError, NotReadyError, StokerError
 from stoker.ipc.commands import KnowModel, LoadModel, LostDevices, PinModel, UnloadModel
 from stoker.ipc.events import Reply
 from stoker.ipc.model import ModelLife
@@ -512,7 +512,8 @@ class Residency:
         """End a load that is not needed, as soon as the native library asks whether to go on."""
         self._end_load(load, why)
         if load.is_reload:
-            self._keep(load.served, None)
+            text = f"{load.spec.id} is in memory as before: its load otherwise was ended, {why}"
+            self._keep(load.served, NotReadyError(text, retry_after_s=1.0))
         else:
             load.served.is_asked = False
             load.served.settle(load.served.settled)

@@ -260,7 +260,7 @@ class ThreadController:
         is_recent = watched_s <= STALE_S or not self._has_begun
         self._has_begun = True
         if others is not None and watched_s >= WATCHED_S and is_recent:
-            decision = self.governor.start(others) or decision
+            decision = self.governor.start(now_s, others) or decision
         if decision is not None:
             self._changed(decision)
         return decision

@@ -219,19 +219,20 @@ class ThreadGovernor:
         fitting = self._fitting(others_cores)
         return self._raise_to(fitting, now_s) if fitting > self._num_threads else None
 
-    def start(self, others_cores: float) -> Decision | None:
+    def start(self, now_s: float, others_cores: float) -> Decision | None:
         """The first step begins, of all or after a pause: lower where others have plainly taken cores.
 
         No step has shown a loss lately, so this takes more than `_lower` does: a step of a long prompt on
         cores that are taken lasts many times as long as with fewer threads.
 
         Args:
+            now_s: when it begins.
             others_cores: cores that other processes used over the last seconds.
         """
         fitting = self._fitting(others_cores)
         if fitting >= self._num_threads or self._num_threads + others_cores < self.num_cores + TAKEN_CORES:
             return None
-        return self._change(fitting, self._others_text(others_cores))
+        return self._lower_to(fitting, now_s, self._others_text(others_cores))
 
     # ------------------------------------------------------------ fewer
 
