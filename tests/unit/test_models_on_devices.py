@@ -97,7 +97,7 @@ def test_a_model_that_fills_its_card_is_loaded_otherwise_there_and_not_beside_it
     machine = make(device_lease=False)
     machine.have("a", order=ONE.format("filled", 500), n_ctx=512)
     spec = machine.residency._catalogue.get("a").spec
-    machine.submit("r", "a", max_tokens=40)
+    machine.submit("r", "a", max_tokens=400)  # it runs on while the header is read
     machine.until_tokens("r", 5)
     machine.load(msgspec.structs.replace(spec, num_slots=2))
     machine.until(lambda: [event for event in machine.of(ModelState) if event.error])
