@@ -103,9 +103,8 @@ def test_what_the_page_is_told_is_recorded_until_ctrl_c(running, tmp_path, until
         process.kill()
     assert process.returncode == 0, said
     documents = file.read_text(encoding="utf-8").splitlines()
-    assert (
-        f" {count_text(len(documents), 'document')}, " in said
-    )  # a slow machine's heartbeat may be the second
+    # on a slow machine something may be told between the first and the signal
+    assert f" {count_text(len(documents), 'document')}, " in said
     assert json.loads(documents[0])["event"] == "snapshot"
     assert stat.S_IMODE(file.stat().st_mode) == 0o600
 
