@@ -5,17 +5,20 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import psutil
 import pytest
 
+from stoker.machine import cores
 from stoker.machine.cores import (
     BusyProcess,
     CoreTimes,
     CoreWatch,
     look_at_cores,
+    num_running,
     read_core_times,
     usable_cores,
 )
@@ -150,3 +153,17 @@ def test_a_running_engine_is_not_another_program(monkeypatch: pytest.MonkeyPatch
     """SPEC M7, doctor: a server at work is no reason to stop it."""
     monkeypatch.setattr("stoker.machine.cores._is_engine", lambda pid: True)
     assert look_at_cores(0.05).busiest is None
+
+
+def test_it_is_told_how_many_tasks_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """SPEC M7: this thread is one of them; where no such file is, or it says nothing of it, none are told."""
+    if sys.platform == "linux":
+        assert (num_running() or 0) >= 1
+    told, silent = tmp_path / "told", tmp_path / "silent"
+    told.write_text("cpu  1 2 3\nprocesses 9\nprocs_running 7\nprocs_blocked 0\n", encoding="ascii")
+    silent.write_text("cpu  1 2 3\n", encoding="ascii")
+    found = []
+    for file in (told, silent, tmp_path / "none"):
+        monkeypatch.setattr(cores, "_STAT", file)
+        found.append(num_running())
+    assert found == [7, None, None]

@@ -122,11 +122,18 @@ class Desk:
 
     def __init__(self) -> None:
         self.now_s = self.cpu_s = self.busy_s = 0.0
+        self.running = [1]  # tasks at each look, from the last on
         self.binder = BinderStandIn()
-        clocks = Clocks(wall=lambda: self.now_s, cpu=lambda: self.cpu_s)
+        clocks = Clocks(
+            wall=lambda: self.now_s, cpu=lambda: self.cpu_s, sleep=self.pause, num_running=self.look
+        )
         times = lambda _: CoreTimes(2 * self.now_s, self.busy_s, self.cpu_s)  # noqa: E731 - of this desk
         self.watch = CoreWatch(frozenset({0, 1}), times)
         self.keeper = ThreadController(2, self.watch, self.binder, clocks)
+
+    def look(self) -> int | None:
+        """Tasks that run now."""
+        return self.running.pop() if len(self.running) > 1 else self.running[0]
 
     def step(
         self, wall_s: float, cpu_s: float, others: float = 0.0, predicted_s: float = 0.03
@@ -249,15 +256,25 @@ def test_clocks_are_the_systems_unless_told() -> None:
 
 
 @pytest.mark.parametrize(
-    ("pause_s", "others", "num_threads"),
-    [(3.0, 1.9, 1), (1.2, 1.9, 1), (0.5, 1.9, 2), (60.0, 1.9, 2), (3.0, 0.3, 2)],
-    ids=["taken", "a short pause", "too short to tell", "too long to tell", "free"],
+    ("pause_s", "others", "running", "num_threads"),
+    [
+        (3.0, 1.9, [3], 1),
+        (1.2, 1.9, [3], 1),
+        (600.0, 1.9, [3], 1),
+        (0.5, 1.9, [3], 2),
+        (3.0, 0.3, [3], 2),
+        (3.0, 1.9, [1], 2),
+        (3.0, 1.9, [1, 4, 3], 2),
+        (3.0, 1.9, [None], 2),
+    ],
+    ids=["taken", "short", "long", "too short to tell", "free", "over", "passed on", "not told"],
 )
 def test_the_step_after_a_pause_begins_with_fewer_threads_where_cores_were_taken(
-    pause_s: float, others: float, num_threads: int
+    pause_s: float, others: float, running: list[int | None], num_threads: int
 ) -> None:
     """SPEC M7: else it would last many times as long, and a person who asks then would wait for its end."""
     desk = Desk()
+    desk.running = running
     for _ in range(40):
         assert desk.step(0.03, 0.06) is None
     desk.pause(pause_s, others=others)
@@ -270,6 +287,7 @@ def test_cores_that_were_taken_in_a_pause_are_taken_back_when_they_are_free() ->
     """SPEC M7: what a pause has told may be over; half a second of steps shows it."""
     desk = Desk()
     desk.step(0.03, 0.06)
+    desk.running = [3]
     desk.pause(3.0, others=1.9)
     for _ in range(20):
         desk.step(0.06, 0.06)

@@ -9,6 +9,7 @@ import math
 import os
 import time
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import psutil
@@ -21,6 +22,7 @@ READ_EVERY_S = 0.25
 SPARE_CORES = 0.35
 """What others may take of a core that a thread still uses: our own client process, small services."""
 
+_STAT = Path("/proc/stat")
 _ENGINE_MODULE = "stoker.engine"  # what its process is started with
 _COUNTED_FROM = 0.5
 """A machine whose processors account for less of the time that passed shows no times of its own."""
@@ -77,6 +79,18 @@ def read_core_times(usable: frozenset[int]) -> CoreTimes:
 def _optional(core: object, *names: str) -> float:
     """Sum of times that only some systems report."""
     return sum(getattr(core, name, 0.0) for name in names)
+
+
+def num_running() -> int | None:
+    """Tasks of the whole machine that run or wait for a core now, this thread one of them; None: not told.
+
+    Linux tells (proc(5), `procs_running` of /proc/stat).
+    """
+    try:
+        _, found, rest = _STAT.read_text(encoding="ascii").partition("\nprocs_running ")
+    except OSError:
+        return None
+    return int(rest.split(maxsplit=1)[0]) if found else None
 
 
 class CoreWatch:

@@ -22,7 +22,7 @@ import psutil
 
 from stoker.engine.threads.governor import Decision, StepSample, ThreadGovernor
 from stoker.engine.threads.slow_steps import HALF_A_CORE, SlowReason, SlowSteps
-from stoker.machine.cores import SPARE_CORES, CoreWatch
+from stoker.machine.cores import SPARE_CORES, CoreWatch, num_running
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -182,8 +182,9 @@ LOOK_EVERY_S = 0.1
 """How often, at most, a step's beginning asks what time has changed."""
 WATCHED_S = 1.0
 """How long others have to be watched before a step, the first or one after a pause, for it to follow them."""
-STALE_S = 10.0
-"""The mean of a longer pause says little of its end."""
+NUM_LOOKS = 3
+LOOKS_APART_S = 0.002
+"""So often, and so far apart, it is looked at who runs: what only passes a request on has done so by then."""
 
 
 class Clocked(NamedTuple):
@@ -202,10 +203,17 @@ class Clocked(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Clocks:
-    """Where time is read: seconds on a monotonic clock, and of processor time of this process."""
+    """Where time is read: seconds on a monotonic clock, and of processor time of this process.
+
+    Attributes:
+        sleep: lets seconds pass.
+        num_running: see `stoker.machine.cores.num_running`.
+    """
 
     wall: Callable[[], float] = time.monotonic
     cpu: Callable[[], float] = time.process_time
+    sleep: Callable[[float], None] = time.sleep
+    num_running: Callable[[], int | None] = num_running
 
 
 class ThreadController:
@@ -257,13 +265,22 @@ class ThreadController:
         watched_s = now_s - self._watch.read_at_s
         others = self._watch.read(now_s)
         decision = self.governor.wake(now_s, others)
-        is_recent = watched_s <= STALE_S or not self._has_begun
+        if others is not None and watched_s >= WATCHED_S and self.governor.is_short(others):
+            still = self._num_still_running() if self._has_begun else others
+            decision = self.governor.start(now_s, min(others, still))
         self._has_begun = True
-        if others is not None and watched_s >= WATCHED_S and is_recent:
-            decision = self.governor.start(now_s, others) or decision
         if decision is not None:
             self._changed(decision)
         return decision
+
+    def _num_still_running(self) -> int:
+        """Tasks of others that run now: the mean of a pause tells of those that have ended in it as well."""
+        least = self._watch.num_cores + 1
+        for at in range(NUM_LOOKS):
+            if at:
+                self._clocks.sleep(LOOKS_APART_S)
+            least = min(least, (self._clocks.num_running() or 1) - 1)
+        return least
 
     def abandon(self) -> None:
         """The step failed: its time says nothing."""

@@ -229,10 +229,14 @@ class ThreadGovernor:
             now_s: when it begins.
             others_cores: cores that other processes used over the last seconds.
         """
-        fitting = self._fitting(others_cores)
-        if fitting >= self._num_threads or self._num_threads + others_cores < self.num_cores + TAKEN_CORES:
+        if not self.is_short(others_cores):
             return None
-        return self._lower_to(fitting, now_s, self._others_text(others_cores))
+        return self._lower_to(self._fitting(others_cores), now_s, self._others_text(others_cores))
+
+    def is_short(self, others_cores: float) -> bool:
+        """Whether so many cores are missing, where others use these, that no step has to show it."""
+        is_taken = self._num_threads + others_cores >= self.num_cores + TAKEN_CORES
+        return is_taken and self._fitting(others_cores) < self._num_threads
 
     # ------------------------------------------------------------ fewer
 
