@@ -207,6 +207,22 @@ def test_a_reload_that_pressure_ends_is_no_success(make):
     assert event.info.n_ctx == 512
 
 
+def test_how_long_a_model_stays_outlasts_a_reload_that_fails(gone):
+    """SPEC R8, L5: it was told beside that load, and is no part of how the model is loaded."""
+    machine, _ = gone
+    served = machine.residency._catalogue.get("a")
+    machine.send(KnowModel(msgspec.structs.replace(served.settled, keep_alive_s=5.0)))
+    machine.until(lambda: machine.state("a") == "ready")
+    machine.submit("r", "a", max_tokens=4)
+    machine.run("r")
+    assert (machine.info("a").n_ctx, served.keep_alive_s) == (512, 5.0)
+    machine.load(msgspec.structs.replace(served.spec, keep_alive_s=7.0))  # nothing else: it is kept
+    machine.until(lambda: not served.is_asked)
+    machine.submit("s", "a", max_tokens=4)
+    machine.run("s")
+    assert served.keep_alive_s == 7.0
+
+
 def test_an_unload_takes_back_a_load_that_has_not_begun(make):
     """SPEC L5, R7: it waited for memory; the next request finds the model as it was."""
     machine = make(device_lease=False)

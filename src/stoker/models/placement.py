@@ -82,15 +82,15 @@ def with_device_ids(spec: ModelSpec, devices: Sequence[Device], lost: Collection
 def _check_shares(asked: PlacementSpec, devices: Sequence[Device]) -> None:
     """Refuse what would be ignored of how several devices are to share a model."""
     mode, has_main = asked.split_mode, asked.main_gpu is not None
-    ignored = ""
     if mode is SplitMode.LAYER and has_main:
         ignored, text = "main_gpu", "with split_mode layer no device holds all of the model"
     elif asked.tensor_split and (mode is SplitMode.NONE or (mode is None and has_main)):
         why = "main_gpu" if mode is None else "split_mode none"
         ignored, text = "tensor_split", f"with {why} one device holds all of the model"
-    if ignored:
-        there = tuple(device for device in devices if device.kind != CPU.kind)
-        raise _refusal(ignored, f"{text}; leave out one of the two", there)
+    else:
+        return
+    there = tuple(device for device in devices if device.kind != CPU.kind)
+    raise _refusal(ignored, f"{text}; leave out one of the two", there)
 
 
 def without_devices(asked: ModelSpec, found: ModelSpec) -> tuple[str, ...]:

@@ -78,14 +78,13 @@ class EventLog:
         if self._model_states.get(model) == state:  # further with the same
             return
         self._model_states[model] = state
-        passed_over, error = fields.get("reason", ""), (fields.get("error") or {}).get("message", "")
+        passed_over, error = fields.get("reason"), (fields.get("error") or {}).get("message", "")
         why = passed_over or error
+        served = ", served in another way" if passed_over else ", served as before" if error else ""
         text = {
             "absent": "is not in memory",
             "failed": "failed",
-            "ready": f"is ready, served {'in another way' if passed_over else 'as before'}"
-            if why
-            else "is ready",
+            "ready": f"is ready{served}",
         }.get(state, f"is {state}")
         models_log.info(
             "%s %s%s", model, text, f": {_one_line(why)}" if why else "", extra={"fields": dict(fields)}

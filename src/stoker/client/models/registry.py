@@ -465,8 +465,9 @@ class ModelRegistry:
             known = way.quantisation or entry.info.quantisation  # the header says it, an engine does not
             entry.info = msgspec.structs.replace(event.info.served_as(way), quantisation=known)
         entry.asked = None
-        has_crashed = event.error is not None and event.error.code == LoadCrashedError.code
-        if entry.state is ModelLife.FAILED and event.error and has_crashed and not was_to_change:
+        if was_to_change or entry.state is not ModelLife.FAILED:
+            return
+        if event.error and event.error.code == LoadCrashedError.code:
             self._bar(entry, event.error)
 
     def suspend(self) -> None:

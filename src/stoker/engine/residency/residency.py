@@ -353,10 +353,9 @@ class Residency:
         return runner is not None and runner.load is not None and load.is_like(runner.load)
 
     def _keep(self, served: ServedModel, error: StokerError | None) -> None:
-        """The model stays as it was loaded before."""
-        runner, served.is_asked = self._runners.find(served.spec.id), False
-        if runner is not None and runner.load is not None:
-            served.spec = runner.load.spec
+        """The model stays as it was loaded before, which is as it was asked for where there is no error."""
+        served.is_asked = False
+        served.settle(served.spec if error is None else served.settled)
         self._tell(served, error)
 
     def _place(self, load: Load, now: float) -> None:
