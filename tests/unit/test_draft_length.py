@@ -112,6 +112,21 @@ def test_a_model_that_takes_long_to_guess_is_asked_for_less():
     assert counts[0] > counts[-1] == 0
 
 
+def test_the_first_text_of_an_engine_takes_no_prompts_step_for_a_plain_one():
+    """SPEC D9, D11: of steps a prompt's alone is known then; beside that every guess would seem to win."""
+    cost, odds = StepCost(), Acceptance(0.5, 0.75)
+    cost.learn(65, 0.376)
+    draft_length = DraftLength(cost)
+    for _ in range(8):  # so many are learned together
+        assert draft_length.num_worth(Acceptance(0.99, 0.99), 31) == 0
+        draft_length.took(0.012)
+    cost.learn(1, 0.011)
+    draft_length.took(0.012)
+    assert draft_length.reader_s == READ_GAP_S
+    cost.learn(8, 0.060)
+    assert draft_length.num_worth(odds, 7) == 0, "eight rows take as long as five plain steps"
+
+
 @pytest.mark.parametrize("slower", [1.0, 4.0, 12.0])
 def test_somebody_who_reads_waits_for_no_step_much_longer_than_a_plain_one(slower):
     """SPEC D11: 30 ms, or two plain steps on a machine where these are slow; a job's steps are not bound."""
@@ -202,6 +217,7 @@ def test_a_step_is_filled_up_to_where_a_further_row_costs_much(count):
     """SPEC D9: some sizes are tried, those at the end of eight rows among them."""
     cost = SimpleNamespace(
         predict=lambda num_tokens: 0.02 if num_tokens <= count + 1 else 2.0,
+        knows=lambda _: True,
         is_measured=lambda _: True,
         slowdown=Slowdown(),
     )

@@ -165,8 +165,8 @@ class DraftLength:
             longest_s: seconds that the step may take.
         """
         alone_s = self._cost.predict(1)
-        if alone_s is None or self.credit <= 0.0:
-            return 0
+        if alone_s is None or not self._cost.knows(1) or self.credit <= 0.0:
+            return 0  # of a plain step nothing is known: at first the shortest measured was a prompt's
         plain_s = self._plain_s or alone_s
         best, best_s = 0, plain_s / MIN_SPEEDUP
         for count in _counts(most):
@@ -200,9 +200,9 @@ class DraftLength:
 
     def took(self, took_s: float) -> None:
         """A plain step that followed another one took so long from that one's end."""
-        plain_s = self._plain_s or self._cost.predict(1)
-        if plain_s is not None:
-            self._plain_s = plain_s + FOLLOW * (min(took_s, SLOWEST * plain_s) - plain_s)
+        alone_s = self._cost.predict(1) if self._cost.knows(1) else None
+        plain_s = self._plain_s or alone_s or took_s
+        self._plain_s = plain_s + FOLLOW * (min(took_s, SLOWEST * plain_s) - plain_s)
 
     def stepped(self) -> None:
         """Count a plain step in which guesses were allowed."""
