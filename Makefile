@@ -18,13 +18,14 @@ export PROMPT
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help run chat serve test test-slow check format reference bench bench-compare rebuild clean demo dev peer browser vendor screenshots
+.PHONY: help run chat serve test test-long test-slow check format reference bench bench-compare rebuild clean demo dev peer browser vendor screenshots
 
 help:
 	@echo 'make run [PROMPT="..."]   install, then answer from the embedded model'
 	@echo 'make chat                 a conversation in the terminal'
 	@echo 'make serve [ARGS="..."]   OpenAI-compatible server on 127.0.0.1:8686'
-	@echo 'make test                 the tests        make test-slow   those that take minutes'
+	@echo 'make test                 the tests        make test-long   those that take seconds each'
+	@echo 'make test-slow            those that take minutes each'
 	@echo 'make check                lint, format, types, shape of the code'
 	@echo 'make reference            write the pages of docs/ that follow from the code'
 	@echo 'make vendor               fetch the libraries of the page (npm)'
@@ -68,6 +69,9 @@ browser:
 # A shell may forbid bytecode: each of the thousand processes that the tests start would then compile Stoker anew.
 test: dev browser
 	env -u PYTHONDONTWRITEBYTECODE $(BIN)/python -m pytest -n $(JOBS) $(ARGS)
+
+test-long: dev browser
+	env -u PYTHONDONTWRITEBYTECODE $(BIN)/python -m pytest -n $(JOBS) -m "long and not slow" $(ARGS)
 
 test-slow: dev browser
 	env -u PYTHONDONTWRITEBYTECODE $(BIN)/python -m pytest -m slow $(ARGS)

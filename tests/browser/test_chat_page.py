@@ -83,6 +83,7 @@ def last(page):
     return page.locator(".message.assistant").last
 
 
+@pytest.mark.long
 async def test_an_answer_is_shown_in_markdown_that_is_never_markup(chat):
     """U5: and an image in it is a link, as the page asks no other server for anything."""
     page = await chat("talker")
@@ -263,6 +264,7 @@ async def test_results_of_tools_that_are_refused_can_be_given_again(chat):
     await expect(last(page)).to_contain_text("It rains.")
 
 
+@pytest.mark.long
 async def test_a_conversation_can_be_used_by_everybody(chat):
     """U13: Markdown, thinking and calls of tools: nothing that axe calls serious, in either colours."""
     page = await chat("talker")

@@ -42,6 +42,7 @@ def story(page, request_id):
     return page.get_by_role("dialog", name=f"Request {request_id}")
 
 
+@pytest.mark.long
 async def test_a_job_gives_its_slot_to_somebody_and_goes_on(open_page, serve):
     """U11: in the only slot; both are seen while it happens, and the story tells it in words."""
     async with serve("-m", f"fake:id=one,{SLOW}", "--slots", "1") as server:
@@ -62,6 +63,7 @@ async def test_a_job_gives_its_slot_to_somebody_and_goes_on(open_page, serve):
         await expect(told).to_have_count(0)
 
 
+@pytest.mark.long
 async def test_a_bar_that_is_over_moves_with_all_others_and_is_not_drawn_again(open_page, serve):
     """U12: time goes on by one step of what holds the bars; in the first window nothing has left it."""
     async with serve("-m", f"fake:id=one,{SLOW}", "--slots", "1") as server:
@@ -83,6 +85,7 @@ async def test_a_bar_that_is_over_moves_with_all_others_and_is_not_drawn_again(o
         await running
 
 
+@pytest.mark.long
 async def test_an_engine_that_is_killed_is_seen_to_come_back(open_page, serve):
     """U11: under two streams, which go on from what they had."""
     async with serve("-m", f"fake:id=one,{SLOW}", "--slots", "2") as server:
@@ -103,6 +106,7 @@ async def test_an_engine_that_is_killed_is_seen_to_come_back(open_page, serve):
         await expect(story(page, texts[0][0])).to_contain_text("restart")
 
 
+@pytest.mark.long
 async def test_requests_are_paused_resumed_and_cancelled_from_the_page(open_page, serve):
     """U3: as far as the key may; the server does it and the page shows that it did."""
     async with serve("-m", f"fake:id=one,{SLOW}") as server:
@@ -124,6 +128,7 @@ async def test_requests_are_paused_resumed_and_cancelled_from_the_page(open_page
         await expect(told).to_have_count(0)
 
 
+@pytest.mark.long
 async def test_a_text_is_asked_for_only_while_the_switch_of_the_page_is_on(open_page, serve):
     """U7: a running one grows; the switch holds for the tab, over another story and a reload."""
     async with serve("-m", f"fake:id=one,{SLOW}", "--request-texts") as server:
@@ -150,6 +155,7 @@ async def test_a_text_is_asked_for_only_while_the_switch_of_the_page_is_on(open_
         assert await page.evaluate("sessionStorage.getItem('stoker.texts')") is None
 
 
+@pytest.mark.long
 async def test_a_server_that_shows_no_texts_offers_no_switch(open_page, serve):
     """U7: and says by which option it would."""
     async with serve("-m", "fake:id=one,eog_period=0") as server:
@@ -161,6 +167,7 @@ async def test_a_server_that_shows_no_texts_offers_no_switch(open_page, serve):
         await expect(told.get_by_role("switch")).to_have_count(0)
 
 
+@pytest.mark.long
 async def test_models_are_loaded_pinned_and_unloaded_from_the_page(open_page, serve):
     """U3: each by the route that programs use."""
     async with serve("-m", "fake:id=one", "-m", "fake:id=two") as server:
@@ -185,6 +192,7 @@ async def test_models_are_loaded_pinned_and_unloaded_from_the_page(open_page, se
             await expect(other.get_by_role("button", name=offered, exact=True)).to_have_count(1)
 
 
+@pytest.mark.long
 async def test_the_engine_is_suspended_and_woken_from_the_page(open_page, serve):
     """U3: asked once more; what runs then goes on where it was."""
     async with serve("-m", f"fake:id=one,{SLOW}") as server:
@@ -229,6 +237,7 @@ async def test_a_key_steers_its_own_requests_from_the_page(open_page, serve, tmp
         assert not tasks[1].done()
 
 
+@pytest.mark.long
 async def test_who_may_not_steer_is_offered_nothing(open_page, serve, tmp_path):
     """U3: the buttons are gone, and the API refuses the same."""
     keys, admins = tmp_path / "keys", tmp_path / "admins"
@@ -291,6 +300,7 @@ OVERLAPS = """() => {
 }"""
 
 
+@pytest.mark.long
 async def test_on_a_phone_nothing_that_is_pressed_lies_over_another(open_page, serve):
     """U13: in any tab of a server at work, with a story and a conversation; nothing scrolls sideways."""
     models = ("-m", f"fake:id=one,{SLOW}", "-m", "fake:id=a-model-of-a-long-name,eog_period=0")
@@ -314,6 +324,7 @@ async def test_on_a_phone_nothing_that_is_pressed_lies_over_another(open_page, s
         assert await page.evaluate(OVERLAPS) == []
 
 
+@pytest.mark.long
 async def test_how_a_request_ended_is_in_view_in_a_narrow_window(open_page, server):
     """U13: one that failed says so; the columns that have no room are reached by scrolling."""
     answer = await server.http.post("/v1/completions", json={"prompt": "hi " * 100_000, "max_tokens": 4})
@@ -330,6 +341,7 @@ async def test_how_a_request_ended_is_in_view_in_a_narrow_window(open_page, serv
         assert await page.evaluate("document.documentElement.scrollWidth <= innerWidth")
 
 
+@pytest.mark.long
 async def test_every_tab_can_be_used_by_everybody(open_page, replayed):
     """U13: nothing that axe calls serious, in either colours; nothing runs over the edge of a phone."""
     async with replayed(BUSY) as server:
@@ -346,6 +358,7 @@ async def test_every_tab_can_be_used_by_everybody(open_page, replayed):
             assert await page.evaluate(OVERLAPS) == [], tab
 
 
+@pytest.mark.long
 async def test_a_recording_offers_nothing_to_steer(open_page, replayed):
     """U6: and says what it is."""
     async with replayed(BUSY) as server:

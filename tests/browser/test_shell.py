@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import socket
 
+import pytest
 from playwright.async_api import expect
 
 LIVE = re.compile("^live$")
@@ -59,6 +60,7 @@ async def test_keys_switch_tabs_and_colours_and_show_themselves(open_page, serve
     assert await page.evaluate("document.activeElement.id") == "main"
 
 
+@pytest.mark.long
 async def test_the_page_asks_for_a_key_and_keeps_it_in_its_tab(open_page, serve, tmp_path):
     """U3: a wrong one is asked for again; it travels in a header, never in an address."""
     keys, admins = tmp_path / "keys", tmp_path / "admins"
@@ -84,6 +86,7 @@ async def test_the_page_asks_for_a_key_and_keeps_it_in_its_tab(open_page, serve,
         assert await page.evaluate("sessionStorage.getItem('stoker.key')") is None
 
 
+@pytest.mark.long
 async def test_a_stream_that_is_lost_comes_back_by_itself(open_page, serve):
     """U4: meanwhile the page says that it is lost, and how old what it shows is."""
     with socket.socket() as probe:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 
+import pytest
 from playwright.async_api import expect
 from test_control_room import OVERLAPS, PHONE, SLOW, bars, grave_faults, story
 
@@ -26,6 +27,7 @@ def bar_at(page, request_id, machine):
     return bars(page, request_id).and_(page.locator(f"[aria-label*='{machine}']"))
 
 
+@pytest.mark.long
 async def test_a_request_is_seen_to_go_on_at_another_machine(open_page, serve, gate_to):
     """U14: its machine is killed: down with the reason, the bar ends, one in the other's lane goes on."""
     fixed = ("-m", f"fake:id=one,{SLOW}", "--slots", "2")

@@ -108,6 +108,7 @@ async def test_a_recording_is_told_as_it_was(page, busy):
     assert found["tokens"] == sum(each["tokens"] for each in busy if each["event"] == "steps")
 
 
+@pytest.mark.long
 async def test_slices_of_documents_give_the_state_that_single_ones_give(page, busy):
     """U10: and the state that was there before stays as it was."""
     assert await page.evaluate(
@@ -372,6 +373,7 @@ async def test_no_two_lines_of_the_ledger_have_one_name(page):
     ]
 
 
+@pytest.mark.long
 async def test_a_crowd_of_short_requests_is_drawn_as_a_few_bars(page):
     """U12: short ones are joined, however many there were, and none of them is forgotten."""
     documents = [snapshot()]

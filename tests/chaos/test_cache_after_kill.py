@@ -108,6 +108,7 @@ async def over_kills(model: str, crowd: list[Conversation], cache_dir: Path, ran
     return told
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("model", "seed"), [(FAKE, 1), pytest.param(RECURRENT, 2, marks=pytest.mark.slow)])
 async def test_killed_while_it_stores_and_writes_it_never_uses_anything_broken(model, seed, tmp_path):
     """C9, L3: every request gets the tokens it gets alone; what was saved is sound and found again."""
@@ -166,6 +167,7 @@ def spoil(path: Path, random: Random) -> None:
         path.write_bytes(data)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("is_running", [False, True], ids=["before the start", "while it serves"])
 async def test_spoilt_files_cost_time_and_never_an_answer(is_running, tmp_path):
     """C9: cut or with one bit changed; none is used, and every text is the right one."""

@@ -10,6 +10,7 @@ from collections.abc import AsyncIterator
 from dataclasses import dataclass
 
 import psutil
+import pytest
 from real_server import MODEL, Answer, Event, RealServer, is_a, serving
 
 NUM_CONNECTIONS = 1100
@@ -28,6 +29,7 @@ class DescriptorLimit:
         return ["sh", "-c", f'ulimit -n {self.num_descriptors} && exec "$@"', "sh", *command]
 
 
+@pytest.mark.long
 async def test_an_engine_comes_back_beside_1100_idle_connections() -> None:
     """L2, L3, L9: killed, suspended, resumed; the stream that runs loses nothing, new requests are taken."""
     limit = DescriptorLimit(NUM_DESCRIPTORS)

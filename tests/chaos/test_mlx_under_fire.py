@@ -44,6 +44,7 @@ async def over_trouble(runtime: Runtime, trouble: Troubled) -> list[Answer]:
     return answers
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", MODELS)
 async def test_texts_outlast_a_kill_a_suspend_and_the_program(name: str, tmp_path: Path) -> None:
     """SPEC F8, L2, L3, C9: four streams each time; then another program finds the prompt on disk."""

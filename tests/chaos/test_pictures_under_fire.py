@@ -176,6 +176,7 @@ def undisturbed() -> dict[str, Answer]:
     return answers
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("moment", MOMENTS)
 async def test_an_engine_killed_costs_no_answer(undisturbed: dict[str, Answer], moment: str) -> None:
     """SPEC L3, L6: in an encode, in a picture's prefill, in the answers; streams, choices and a schema."""

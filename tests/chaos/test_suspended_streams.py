@@ -97,6 +97,7 @@ async def suspend(server: RealServer) -> None:
     assert {model["state"] for model in status["models"]} == {"suspended"}
 
 
+@pytest.mark.long
 async def test_six_streams_outlast_a_suspend(expected: dict[str, Answer]) -> None:
     """SPEC L2: two are parked, one is in prefill; the engine leaves, comes back, and each text is whole."""
     async with serving(MODEL, **SETTINGS) as server:

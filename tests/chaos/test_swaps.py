@@ -6,6 +6,7 @@ import asyncio
 import time
 from pathlib import Path
 
+import pytest
 from real_server import MODEL, Answer, Event, RealServer, copies, is_a, serving
 
 ALONE = {"slots": 2, "ctx_size": 2048, "memory_margin": 0}
@@ -14,6 +15,7 @@ ONE_FITS = {"slots": 2, "ctx_size": 2048, "memory_margin": 0, "memory_limit": "8
 SLACK_BYTES = 64 * 2**20
 
 
+@pytest.mark.long
 async def test_twenty_first_requests_cause_one_load(tmp_path: Path) -> None:
     """SPEC R4: all of them wait for the same load, and each gets its own answer."""
     (other,) = copies(tmp_path, "other")
@@ -40,6 +42,7 @@ async def test_twenty_first_requests_cause_one_load(tmp_path: Path) -> None:
         assert len(fractions) < 100, "events of a load drive the others out of a watcher's buffer"
 
 
+@pytest.mark.long
 async def test_a_load_that_nobody_waits_for_any_more_stops() -> None:
     """SPEC R4: its only requester leaves or cancels, or it is unloaded; the other model is there at once."""
     async with serving(MODEL, SLOW, **ONE_FITS) as server:
@@ -92,6 +95,7 @@ async def unload(server: RealServer, asking: asyncio.Task) -> None:
     assert (answer.status_code, answer.json()["error"]["code"]) == (503, "not_ready")
 
 
+@pytest.mark.long
 async def test_five_loads_leave_nothing_behind() -> None:
     """SPEC R10: server and engine together hold no more after five loads, uses and unloads than after one."""
     async with serving("fake:eog_period=0", MODEL, **ALONE) as server:

@@ -63,6 +63,7 @@ def test_smollm2_reports_its_resolved_limits(smollm2: LlamaBackend) -> None:
     assert memory["compute"] > 0
 
 
+@pytest.mark.long
 def test_keys_in_bf16_make_steps_of_any_shape_bit_exact(smollm2_path: Path) -> None:
     """E1: one token at a time, batched or as one prompt, the logits are the same bits on a CPU."""
     model = LlamaModel(ModelOptions(path=smollm2_path, use_extra_bufts=False))
@@ -233,6 +234,7 @@ def test_a_native_failure_after_some_work_is_undone(
     )
 
 
+@pytest.mark.long
 def test_a_step_leaves_the_library_quiet(
     smollm2: LlamaBackend, capfd: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -271,6 +271,7 @@ print("done")
 """
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("first", range(0, 48, 12))
 def test_no_run_ends_the_process_whatever_splits_words(first: int, tmp_path: Path) -> None:
     """std::regex recurses once a character: a hundred thousand without a blank ended the engine.

@@ -40,6 +40,7 @@ def said(deltas: Iterable[TextDelta]) -> str:
     return "".join(delta.text for delta in deltas)
 
 
+@pytest.mark.long
 def test_the_text_of_twenty_prompts_is_mnns_own(runtime: Runtime, folder: Path) -> None:
     """X2: another copy of the model, loaded by MNN with the folder's own settings, answers the same."""
     native = MNN_LLM.create(str(folder / "config.json"))
@@ -54,6 +55,7 @@ def test_the_text_of_twenty_prompts_is_mnns_own(runtime: Runtime, folder: Path) 
     assert len(set(ours)) > NUM_PROMPTS // 2
 
 
+@pytest.mark.long
 def test_one_slot_serves_all_in_turns(runtime: Runtime) -> None:
     """X2: work that gives way is computed again from its tokens, and its text goes on as if it had not."""
     told: list[object] = []

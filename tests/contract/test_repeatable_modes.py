@@ -125,6 +125,7 @@ def test_auto_measures_a_model_once_and_takes_repeatable_texts_under_five_percen
     assert trials == [(), smoke.KEY_COST]
 
 
+@pytest.mark.long
 def test_where_measuring_fails_auto_is_off_and_measures_again_at_the_next_start(
     tiny_decoder: Path, tmp_path: Path, trials: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -138,6 +139,7 @@ def test_where_measuring_fails_auto_is_off_and_measures_again_at_the_next_start(
     assert trials == [(), smoke.KEY_COST, smoke.KEY_COST]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("name", "measured"), [("gemma3", [smoke.KEY_COST]), ("rwkv7", [])])
 def test_a_model_that_cannot_be_repeatable_is_found_out_once_at_most(
     tiny_model: Any, tmp_path: Path, trials: list[Any], name: str, measured: list[Any]
@@ -160,6 +162,7 @@ def test_states_of_one_mode_are_refused_in_the_other(tiny_decoder: Path, smoke_d
             off.import_state(0, on.export_state(0))
 
 
+@pytest.mark.long
 async def test_what_one_mode_stored_is_computed_anew_in_the_other(tiny_decoder: Path, tmp_path: Path) -> None:
     """SPEC E2, C9: a change of the mode between two starts is a miss, and no error."""
     cached = []

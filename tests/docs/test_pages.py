@@ -19,6 +19,7 @@ def name_of(page: Path) -> str:
     return str(page.relative_to(ROOT))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("page", WITHOUT_SLOW, ids=name_of)
 def test_the_blocks_of_a_page_run_in_order(page: Path, place: Place) -> None:
     """What a reader copies works, and what the page says it prints is what it prints."""

@@ -151,6 +151,7 @@ class SchemaMaker:
         }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("part", range(6))
 def test_what_is_drawn_from_a_random_schema_validates(part):
     """SPEC D2: every completed answer is valid; 180 schemas on SmolLM2's tokens."""

@@ -186,6 +186,7 @@ LOADS = st.lists(
 )
 
 
+@pytest.mark.long
 @settings(max_examples=25, deadline=None)
 @given(LOADS, st.lists(st.integers(0, 6000), max_size=4), st.floats(0.0, 0.08), st.integers(0, 99))
 def test_whatever_the_course_the_moves_keep_their_order_and_their_pace(segments, events, share, seed):

@@ -282,6 +282,7 @@ def run(seed, make, gate, clock, alone):
     day.leave()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("first", range(0, 20, 10))
 def test_whatever_happens_each_request_gets_what_it_gets_alone_and_the_books_are_right(
     first, tmp_path, monkeypatch

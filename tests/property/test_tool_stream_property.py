@@ -104,6 +104,7 @@ _JSON = st.recursive(
 )
 
 
+@pytest.mark.long
 @given(_JSON, st.sampled_from([None, 1]))
 def test_the_scanner_takes_all_json_and_knows_its_end(value, indent):
     """SPEC D7: arguments pass as they are written, to the last brace and not a character further."""

@@ -53,6 +53,7 @@ WAYS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.long
 async def test_adapted_requests_side_by_side_say_what_merged_models_say(folder):
     """SPEC K6: in mixed steps, and across a kill of the engine in the middle."""
     async with runtime_of(folder, *WAYS) as reference:

@@ -108,6 +108,7 @@ def _checked(monkeypatch):
     monkeypatch.setattr(SlotRunner, "step", checked)
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("_checked")
 @pytest.mark.parametrize("seed", range(2))
 @pytest.mark.parametrize("model", FAKES)
@@ -120,6 +121,7 @@ async def test_many_conversations_get_the_tokens_they_get_with_nothing_kept(mode
     assert told["from ram"] + told["from disk"] > 0
 
 
+@pytest.mark.long
 async def test_conversations_with_a_small_model_get_the_answers_they_get_with_nothing_kept(tmp_path):
     """C2, C5, C6, C8: Equal, over evictions and a restart; a decoder, which goes back to any length."""
     told = await check(str(write_llama(tmp_path / "llama.gguf")), DECODER, 10, tmp_path)
@@ -136,6 +138,7 @@ async def test_three_hundred_conversations_with_a_small_model_get_the_same_answe
         assert told[f"from {source}"] > 0, source
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "kind",
     [pytest.param(kind, marks=pytest.mark.slow) if kind in {"rwkv6", "jamba"} else kind for kind in TINY],

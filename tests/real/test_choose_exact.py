@@ -112,6 +112,7 @@ def test_a_model_that_cannot_go_back_is_exact_too(tmp_path):
     reference.close()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("calibrate", [False, pytest.param(True, marks=pytest.mark.slow)])
 async def test_a_runtime_chooses_as_llama_cpp_does(reference, calibrate):
     """SPEC D5, I5: with quantised weights, where any other order of sums would show, while a text is made."""
@@ -130,6 +131,7 @@ async def test_a_runtime_chooses_as_llama_cpp_does(reference, calibrate):
     assert found.best.choice == choices[int(np.argmin(scores))]
 
 
+@pytest.mark.long
 def test_sharing_computes_less_than_half_of_one_by_one(small):
     """SPEC D5: 8 candidates of 4 tokens after 300, in tokens computed, those that fill up included."""
 

@@ -204,6 +204,7 @@ async def test_an_answer_that_gives_way_goes_on_as_if_nothing_had_been(runtime):
     assert between == (await answer(runtime, TEXTS[0]))[0]
 
 
+@pytest.mark.long
 async def test_a_killed_engine_does_not_show_in_the_text(t5_path, smoke_dir, tmp_path):
     """SPEC L3: the next engine reads the source again and goes on from the tokens that were delivered."""
     fields = {"max_tokens": 250, "temperature": 1.5, "seed": 11, "ignore_eos": True}

@@ -79,6 +79,7 @@ def test_the_default_model_takes_what_was_estimated(probe: Probe, changes: dict[
     check(*probe(SMOLLM2, **changes))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "changes",
     [{}, {"n_ctx": 16384}, {"n_batch": 2048, "num_slots": 1}, {"num_slots": 32}],
@@ -102,6 +103,7 @@ def test_an_encoder_takes_what_was_estimated(probe: Probe, tmp_path: Path) -> No
     check(*probe(write_bert(tmp_path / "m.gguf", context=512), n_ctx=0))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("context", "n_ctx"), [(512, 0), (1024, 256)])
 def test_an_encoder_decoder_takes_what_was_estimated(
     probe: Probe, tmp_path: Path, context: int, n_ctx: int

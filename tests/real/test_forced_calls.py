@@ -4,6 +4,7 @@ import asyncio
 import json
 
 import jsonschema
+import pytest
 
 from stoker.ipc.request import FinishReason
 
@@ -30,6 +31,7 @@ ASKS = ("What is the weather in Paris?", "Book a table for four.", "Hello!", "{"
 NUM_CHATS = 6
 
 
+@pytest.mark.long
 async def test_required_and_named_calls_always_validate(runtime):
     """SPEC D7, D2: whatever is asked, at any temperature; only the named tool where one is named."""
 

@@ -138,6 +138,7 @@ async def assert_everybody_is_where_they_should_be(runtime):
     assert [waiting.request_id for waiting in engine.paused] == ["paused"]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "name", [n if n == "greedy" else pytest.param(n, marks=pytest.mark.slow) for n in SAMPLINGS]
 )

@@ -123,6 +123,7 @@ def said_together(backend: Any, prompts: list[list[int]], num_tokens: int) -> li
     return said
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "topics", [TOPICS[:2], pytest.param(TOPICS[2:], marks=pytest.mark.slow)], ids=["two", "eighteen"]
 )
@@ -136,6 +137,7 @@ def test_the_first_tokens_are_those_of_llama_cpp(
         assert said == [int(row.argmax()) for row in rows]
 
 
+@pytest.mark.long
 def test_scores_are_those_of_llama_cpp(
     backend: Any, reference: Reference, read: Callable[[str], list[int]]
 ) -> None:

@@ -112,6 +112,7 @@ def undisturbed(runner):
     return cache(lambda name: run(runner, SAMPLINGS[name]))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize(
     "name",
@@ -128,6 +129,7 @@ def test_parked_every_twenty_tokens_the_text_is_the_undisturbed_one(runner, undi
     assert outcome.text == undisturbed(name).text
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("form", FORMS)
 def test_a_stop_string_half_matched_when_it_is_parked_still_matches_or_is_let_go(runner, undisturbed, form):
     """Q4, D3: what was held back at the parking is held on, then cut or delivered."""

@@ -50,6 +50,7 @@ def undisturbed(runner: SlotRunner) -> Callable[[], Outcome]:
     return cache(lambda: run(runner, SEEDED))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("runner", "form"), EACH, indirect=["runner"])
 def test_parked_every_twenty_tokens_its_text_is_the_undisturbed_one(
     runner: SlotRunner, undisturbed: Callable[[], Outcome], form: ParkForm

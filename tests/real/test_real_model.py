@@ -28,6 +28,7 @@ def text_of(events, index=0):
     return "".join(e.text for e in events if isinstance(e, Delta) and e.index == index)
 
 
+@pytest.mark.long
 async def test_thirty_two_streams_through_eight_slots_each_get_the_tokens_they_get_alone(runtime):
     """Q9: all complete; on a CPU no token depends on the company."""
     prompts = [f"A short text number {n} about {TOPICS[n % 8]}:" for n in range(32)]
@@ -45,6 +46,7 @@ async def test_thirty_two_streams_through_eight_slots_each_get_the_tokens_they_g
     assert runtime.stats()["num_live_requests"] == 0
 
 
+@pytest.mark.long
 async def test_echo_with_prompt_logprobs_is_what_the_logits_say(runtime, reference):
     """D6: natural logs of the softmax of raw logits, best alternatives first."""
     text = "The quick brown fox jumps over the lazy dog, and then it rests. " * 6

@@ -173,6 +173,7 @@ def test_histories_in_streams_have_the_bits_of_a_pool(opened, folder, kind):
         play(backend, alone, seed)
 
 
+@pytest.mark.long
 def test_a_history_on_smollm2_keeps_every_bit(opened):
     """The same on a model that was trained."""
     play(*opened(SMOLLM2), 3)

@@ -124,6 +124,7 @@ def test_a_pair_is_written_as_the_vocabulary_says(tmp_path):
         assert (hostile.count(SEPARATOR), hostile.count(FIRST)) == (1, 1)
 
 
+@pytest.mark.long
 def test_fifty_lists_come_in_the_order_of_llama_cpp_itself(model_path):
     """SPEC K4: the library driven by hand gives the same numbers: to the bit where weights are quantised.
 

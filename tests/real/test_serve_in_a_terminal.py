@@ -8,12 +8,14 @@ import signal
 import threading
 
 import httpx
+import pytest
 
 from terminal import Terminal
 
 MESSAGES = [{"role": "user", "content": "Tell a long story of a ship."}]
 
 
+@pytest.mark.long
 def test_it_serves_shows_and_ends_in_the_middle_of_an_answer(tmp_path):
     """T14: the engine is another process here; the stream that is cut short has an end."""
     env = {name: str(tmp_path) for name in ("XDG_CACHE_HOME", "XDG_STATE_HOME", "XDG_DATA_HOME")}

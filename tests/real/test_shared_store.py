@@ -63,6 +63,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     return one, other
 
 
+@pytest.mark.long
 async def test_the_second_machine_goes_on_from_what_the_first_computed(
     models: tuple[Path, Path], tmp_path: Path
 ) -> None:

@@ -95,6 +95,7 @@ def run(runner, park_every=0, form=ParkForm.CELLS, **fields):
     return answers, runner.stats()["num_accepted_total"] - before
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", REQUESTS)
 def test_a_text_is_the_same_to_the_bit_with_guessed_tokens(runner, name):
     """SPEC D9: tokens, text and log-probabilities; on a CPU a row does not depend on those beside it."""

@@ -77,6 +77,7 @@ def http(start_server: Callable[..., Any], folder: Path) -> Iterator[httpx.Clien
         yield client
 
 
+@pytest.mark.long
 def test_what_a_class_cannot_do_is_a_400_that_says_why(http: httpx.Client) -> None:
     """SPEC K2, K3, K4, K5, S3, V2: never a 404, 422 or 500, and the server serves on."""
     wrong = []

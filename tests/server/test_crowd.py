@@ -240,6 +240,7 @@ async def official_client_of(server):
         yield client
 
 
+@pytest.mark.long
 async def test_a_person_is_answered_while_eight_jobs_share_four_slots(serve):
     """Q1, Q3, Q4: the answer ends before any job does, and every job says all that it says alone."""
     undisturbed, server = serve(0, slots=4), serve(0.005, slots=4)

@@ -94,6 +94,7 @@ def states(http: httpx.Client) -> dict[str, str]:
     return {model["id"]: model["state"] for model in http.get("/v1/runtime").json()["models"]}
 
 
+@pytest.mark.long
 def test_a_plan_counts_what_another_program_has_of_the_card(card: Card) -> None:
     """M9, R2: half of it is filled, and what fits the card is weighed against the other half."""
     card.fill(CARD_MIB // 2)
@@ -114,6 +115,7 @@ def test_a_plan_counts_what_another_program_has_of_the_card(card: Card) -> None:
     assert card.command("plan", card.model("m", 5000), "--gpu-layers", "all").returncode == 0
 
 
+@pytest.mark.long
 def test_a_card_that_another_program_fills_refuses_with_numbers_and_then_takes_idle_models(
     card: Card, start_server: Callable[..., Any], until: Callable[[Callable[[], bool]], None]
 ) -> None:
@@ -145,6 +147,7 @@ def test_a_card_that_another_program_fills_refuses_with_numbers_and_then_takes_i
         assert shown["others"] == (CARD_MIB - 2600) * MIB
 
 
+@pytest.mark.long
 def test_a_second_server_on_the_card_is_told_whose_it_is(
     card: Card, start_server: Callable[..., Any], tmp_path: Path
 ) -> None:
@@ -188,6 +191,7 @@ def test_a_context_that_the_card_cannot_hold_becomes_a_smaller_one_or_an_error_w
     assert found["needed"] > CARD_MIB * MIB
 
 
+@pytest.mark.long
 def test_a_killed_engine_gives_the_card_back_and_loses_nothing(
     card: Card, start_server: Callable[..., Any]
 ) -> None:

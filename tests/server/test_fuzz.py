@@ -23,6 +23,7 @@ LEFT_OUT = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("mode", list(schemathesis.GenerationMode))
 def test_no_request_makes_a_server_error(server, http, mode):
     """S3: examples of every route, right and wrong ones; the length is bounded so that each ends soon."""

@@ -101,6 +101,7 @@ def lose(machine: ServerThread) -> None:
     machine.call(end)
 
 
+@pytest.mark.long
 def test_every_dialect_answers_as_a_machine_does(gate: ServerThread, machines: list[ServerThread]) -> None:
     """P10: bodies and texts are those of one server."""
     with httpx.Client(base_url=gate.url, timeout=60) as http:
@@ -124,6 +125,7 @@ def test_every_dialect_answers_as_a_machine_does(gate: ServerThread, machines: l
         assert http.post("/v1/completions", json={**ASKED, "model": "none"}).status_code == 404
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("how", ["lost", "stopped"])
 def test_a_stream_outlives_its_machine(gate: ServerThread, machines: list[ServerThread], how: str) -> None:
     """P7: no token twice or missing, one end, and the client sees a pause."""
@@ -256,6 +258,7 @@ def test_top_shows_the_machines_and_what_moved(gate: ServerThread, machines: lis
     assert not any(line.startswith("MACHINES") for line in frame_of(left.url))
 
 
+@pytest.mark.long
 def test_peers_of_a_file_are_taken_over_while_requests_run(
     gate: ServerThread, machines: list[ServerThread], tmp_path: Path
 ) -> None:
@@ -299,6 +302,7 @@ def test_a_gate_that_no_machine_answers_says_so_and_serves_as_soon_as_one_does(
             assert text_of(http.post("/v1/completions", json=ASKED))
 
 
+@pytest.mark.long
 def test_a_gate_that_is_new_finds_the_machine_that_has_a_beginning(
     start_server: Start, machines: list[ServerThread], tmp_path: Path
 ) -> None:

@@ -86,6 +86,7 @@ def asked(*parts: Any) -> dict[str, Any]:
     return {"messages": [{"role": "user", "content": list(parts)}], "max_tokens": 2}
 
 
+@pytest.mark.long
 def test_pictures_reach_the_model_in_their_places(seeing, client):
     """SPEC V2: markers in the prompt, pictures beside it, in one order; a plain string is a URL too."""
     text = {"type": "text", "text": "then"}
@@ -96,6 +97,7 @@ def test_pictures_reach_the_model_in_their_places(seeing, client):
     assert [first_pixel(picture) for picture in request.pictures] == [(255, 0, 0), (0, 0, 255)]
 
 
+@pytest.mark.long
 def test_a_shrunk_picture_is_told_of(client):
     """SPEC V3: in the body's `images` and in a header; of a stream in the header and with its usage."""
     body = asked(part(plain(400, 200)), part(RED))
@@ -117,6 +119,7 @@ def test_a_shrunk_picture_is_told_of(client):
     assert "images" not in bare.http_response.json()
 
 
+@pytest.mark.long
 def test_responses_take_pictures(seeing, client):
     """SPEC S1, V2: `input_image` parts."""
     parts = [
@@ -131,6 +134,7 @@ def test_responses_take_pictures(seeing, client):
     assert raw.headers["x-stoker-images"] == "40x30"
 
 
+@pytest.mark.long
 def test_messages_take_pictures(seeing, web):
     """SPEC S1, V2: `image` blocks with base64 or a URL, in a user's turn and in a tool's result."""
     data = {"type": "base64", "media_type": "image/png", "data": base64.b64encode(RED).decode()}
@@ -167,6 +171,7 @@ def bodies() -> list[Any]:
     return found + [one for one in gc.get_objects() if isinstance(one, Request) and hasattr(one, "_body")]
 
 
+@pytest.mark.long
 def test_a_request_that_waits_holds_no_picture_but_the_one_the_model_gets(seeing, web):
     """SPEC V3: five hundred of them may wait; a photo as it came takes many times as much."""
     seeing.runtime.num_bodies.clear()

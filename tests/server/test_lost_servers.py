@@ -284,6 +284,7 @@ async def _paused(runtime: RemoteRuntime) -> int:
     return num_tokens
 
 
+@pytest.mark.long
 async def test_a_suspended_server_that_comes_back_serves_the_same_program_and_keeps_its_request(
     server: tuple[str, subprocess.Popen[str]], tmp_path: Path
 ) -> None:

@@ -67,6 +67,7 @@ def said(answer: httpx.Response) -> str:
     return answer.json()["choices"][0]["message"]["content"]
 
 
+@pytest.mark.long
 def test_a_folder_that_sees_says_so_and_looks(web: httpx.Client) -> None:
     """SPEC F10, V1: another picture is another answer; several are each in their place."""
     models = {each["id"]: each["meta"] for each in web.get("/v1/models").json()["data"]}
@@ -104,6 +105,7 @@ def test_answers_about_pictures_beside_each_other_are_those_alone(web: httpx.Cli
     assert beside == alone * 2
 
 
+@pytest.mark.long
 def test_a_folder_that_was_not_made_to_see_says_so(web: httpx.Client) -> None:
     """SPEC F10, V1: a 400 with the picture's place; its text is served."""
     refused = asked(web, noise(1), model="blind")

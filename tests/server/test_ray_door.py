@@ -70,6 +70,7 @@ async def num_busy_until(http: httpx.AsyncClient, num: int) -> None:
             await asyncio.sleep(0.1)
 
 
+@pytest.mark.long
 async def test_a_client_that_leaves_cancels_in_the_replica(site: ClusterSite) -> None:
     """P40: its slot there is free again, long before the request would have ended."""
     async with httpx.AsyncClient(base_url=site.url, timeout=60) as http:
@@ -82,6 +83,7 @@ async def test_a_client_that_leaves_cancels_in_the_replica(site: ClusterSite) ->
         await num_busy_until(http, 0)
 
 
+@pytest.mark.long
 async def test_streams_outlive_a_replica_of_ray(site: ClusterSite) -> None:
     """P40: each ends once, with the text of an undisturbed run."""
     calm = await crowd(site.url, victim=None)

@@ -132,6 +132,7 @@ async def told_by(runtime):
     }
 
 
+@pytest.mark.long
 async def test_a_program_learns_the_same_embedded_and_connected(smollm):
     """I9, I11: one line of it differs; text, probabilities, forms, scores and errors do not."""
     there = await told_by(Runtime.connect(smollm.url))

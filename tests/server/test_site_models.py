@@ -255,6 +255,7 @@ async def _streamed(http, model):
     return json.loads(lines[-1][6:])["usage"]["completion_tokens"]
 
 
+@pytest.mark.long
 @pytest.mark.skipif(sys.platform == "win32", reason="there is no SIGHUP")
 async def test_a_sighup_under_twenty_streams_loses_none_on_fake(tmp_path):
     """G7: models and keys of the file hold without a restart, and every stream comes to its end."""

@@ -96,6 +96,7 @@ def undisturbed(process):
     return process.http.post("/v1/completions", json=BODY).json()["choices"][0]["text"]
 
 
+@pytest.mark.long
 def test_signals_suspend_and_resume_and_no_stream_notices(start, until):
     """SPEC L2: SIGUSR1 and SIGUSR2; comments go on, who comes meanwhile waits, everybody gets their text."""
     process = start()
@@ -114,6 +115,7 @@ def test_signals_suspend_and_resume_and_no_stream_notices(start, until):
     assert undisturbed(process) == expected
 
 
+@pytest.mark.long
 @pytest.mark.skipif(not DAEMON, reason="needs dbus-daemon")
 async def test_a_machine_that_sleeps_takes_the_server_with_it(start, until, tmp_path):
     """SPEC L2: logind tells; the lock goes when the memory is free; at waking the streams go on."""
@@ -134,6 +136,7 @@ async def test_a_machine_that_sleeps_takes_the_server_with_it(start, until, tmp_
         bus.stop()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", [pytest.param("header", marks=pytest.mark.slow), "answer"])
 def test_a_request_outlives_a_server_that_was_suspended(start, until, name):
     """SPEC L2: the next server runs it on; its client comes back by either id and has the whole text."""

@@ -134,6 +134,7 @@ def patient(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(carrier, "is_move_quicker", lambda *figures: True)
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("patient")
 def test_a_machine_that_is_stopped_hands_its_requests_over_with_their_states(
     gate: ServerThread, machines: list[ServerThread]

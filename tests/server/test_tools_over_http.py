@@ -87,6 +87,7 @@ def spoken(client, **given):
     return content, calls, reason
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("reason", [FinishReason.LENGTH, FinishReason.STOP])
 def test_an_answer_that_is_cut_says_the_same_streamed_and_whole(
     scripted, reasoning_model, scripted_client, reason

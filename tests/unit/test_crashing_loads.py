@@ -60,6 +60,7 @@ async def test_a_crash_before_the_first_progress_is_charged_to_the_load(tmp_path
         assert (await runtime.status()).restarts == 2
 
 
+@pytest.mark.long
 async def test_a_file_that_crashes_llama_cpp_is_refused_and_its_successor_served(tmp_path: Path) -> None:
     """L3, R9: one engine ends of it, then a child; the other model's answer is whole and the same."""
     models = tmp_path / "models_dir"

@@ -408,6 +408,7 @@ def simulated(seed: int, slowdown: float, policy: Policy) -> list[bool]:
     return [is_right(told.eta_s, machine.started_s(told.sequence) - told.at_s) for told in machine.told]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("policy", list(Policy))
 @pytest.mark.parametrize("slowdown", [1.0, 4.0])
 def test_nine_estimates_of_ten_are_within_a_factor_of_two(slowdown: float, policy: Policy) -> None:

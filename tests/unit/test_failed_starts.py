@@ -125,6 +125,7 @@ def children() -> set[int]:
     return {child.pid for child in psutil.Process().children()}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("what", FAULTS)
 async def test_a_start_that_is_refused_something_is_tried_again_and_leaves_nothing_open(what: str) -> None:
     """L3, L9: whatever is missing, the request goes on in the engine that comes at last."""

@@ -64,6 +64,7 @@ async def disturbed(runtime: Runtime) -> tuple[str | StokerError, str | StokerEr
     return tuple(await asyncio.gather(long, short, return_exceptions=True))  # type: ignore[return-value]
 
 
+@pytest.mark.long
 async def test_a_backend_that_ends_engines_gives_way_and_streams_go_on(tmp_path: Path) -> None:
     """K9: over equal token ids the long text is whole and the same; the new way says why it serves."""
     async with runtime_of(tmp_path, FIRST, "fake:id=x") as runtime:

@@ -68,6 +68,7 @@ def _drawn(rng):
     return "".join(letters)
 
 
+@pytest.mark.long
 def test_tokens_are_those_of_the_gguf_file(smollm2, native):
     """F3."""
     rng = random.Random(20)

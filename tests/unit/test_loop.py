@@ -709,6 +709,7 @@ def test_a_question_about_text_is_not_waited_for(monkeypatch):
     engine.loop.run()
 
 
+@pytest.mark.long
 def test_another_model_on_a_device_of_its_own_makes_the_wait_no_longer(monkeypatch):
     """SPEC Q22: each waits from its own last turn on, and its readers have what was computed meanwhile."""
     coming = Coming(monkeypatch, ["first"], ["second"], on_another="right")

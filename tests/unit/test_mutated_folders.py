@@ -230,6 +230,7 @@ def test_a_damaged_folder_is_a_typed_error_or_a_model(found: dict[int, str]) -> 
     assert NUM_MUTATIONS / 3 < sum(map(bool, found.values())) < NUM_MUTATIONS
 
 
+@pytest.mark.long
 @pytest.mark.skipif(find_spec("mlx_lm") is None, reason="the extra mlx is not installed")
 def test_what_can_be_read_of_damage_is_loaded_or_refused_without_a_crash(
     sound: Path, found: dict[int, str]

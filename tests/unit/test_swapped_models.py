@@ -84,6 +84,7 @@ def test_what_takes_too_long_is_parked_and_goes_on_when_its_model_is_back(make, 
     assert len(machine.of((Finished, Failed), "long")) == 1
 
 
+@pytest.mark.long
 def test_a_job_for_another_model_does_not_disturb_people_until_its_patience_is_over(make, clock):
     """SPEC Q3, Q7, R3."""
     machine = make()

@@ -33,6 +33,7 @@ def report(tool, tmp_path_factory):
     return tool.traced("fake:", tmp_path_factory.mktemp("trace"))
 
 
+@pytest.mark.long
 def test_a_streamed_chat_crosses_few_modules(report):
     """A newcomer who follows one request reads no more files than these."""
     assert len(report.modules) <= NUM_MODULES, report.text()

@@ -235,12 +235,14 @@ def planted(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, set[int]]:
     return path, {at for at, line in enumerate(PLANTED.splitlines(), start=1) if "  # " in line}
 
 
+@pytest.mark.long
 def test_mypy_finds_every_planted_error_and_no_other(planted):
     """Bar 3: in a program of the library's own calls, with nothing switched off."""
     path, wrong = planted
     assert found_by_mypy(path) == wrong
 
 
+@pytest.mark.long
 def test_pyright_finds_every_planted_error_and_no_other(planted):
     """Bar 3: the same."""
     path, wrong = planted
@@ -297,12 +299,14 @@ def found_by_mypy(path: Path, *options: str) -> set[int]:
     return {int(line.split(":")[1]) for line in said.splitlines() if ": error:" in line}
 
 
+@pytest.mark.long
 def test_mypy_knows_the_fields_of_every_call(program):
     """A wrong name and a wrong type are found in every call, and nothing in a right one."""
     path, mistakes = program
     assert found_by_mypy(path, "--disable-error-code=unused-coroutine") == set(mistakes)
 
 
+@pytest.mark.long
 def test_pyright_knows_the_fields_of_every_call(program):
     """The same by the checker that editors use; it comes with the `dev` extra, its Node too."""
     path, mistakes = program

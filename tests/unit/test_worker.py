@@ -341,6 +341,7 @@ def gbnf(source: str) -> Constraint:
     return Constraint(kind=ConstraintKind.GBNF, source=source)
 
 
+@pytest.mark.long
 def test_a_job_too_large_to_be_sent_is_refused(pools: Pools, monkeypatch: pytest.MonkeyPatch) -> None:
     """The front keeps its memory as well."""
     monkeypatch.setattr("stoker.client.worker.pool.MAX_BODY_BYTES", 10_000)
