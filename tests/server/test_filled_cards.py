@@ -162,11 +162,12 @@ def test_a_second_server_on_the_card_is_told_whose_it_is(
         assert "holds the device" in refused.stderr
         assert "model first" in refused.stderr
         assert "Traceback" not in refused.stderr
-        other = start_server(card.runtime(card.model("second", 100), run_dir=tmp_path / "run"))
+        elsewhere = {"run_dir": tmp_path / "run", "cache_dir": tmp_path / "cache"}
+        other = start_server(card.runtime(card.model("second", 100), **elsewhere))
         with pytest.raises(DeviceBusyError) as busy:
             other.wait_ended()
         assert busy.value.details == {"device": "Fake Card", "pid": pid, "models": ["first"]}
-        shared = card.runtime(card.model("second", 100), run_dir=tmp_path / "run", device_lease=False)
+        shared = card.runtime(card.model("second", 100), **elsewhere, device_lease=False)
         with asking(start_server(shared)) as there:
             assert completion(there, "second", 20) == text
         assert completion(http, "first", 20) == text

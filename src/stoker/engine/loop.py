@@ -129,7 +129,7 @@ class EngineLoop:
         self._inbox = inbox
         self._publish = publish
         cache_dir = Path(config.cache_dir)
-        leases = cache_dir / "devices" if config.device_lease else None
+        leases = Path(config.lease_dir) if config.lease_dir else None
         self._devices = HeldDevices(leases, config.memory_margin)
         self._streamed = StreamedWeights()
         self._sources = _sources(config, self._devices, self._streamed)

@@ -12,6 +12,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         cache_dir, heat_trace: paths; no trace: the machine's sensors.
+        lease_dir: where the locks of accelerators are; None: they are shared.
         has_own_process: its client is its parent process, whose memory counts beside its own.
         num_restarts: engines of this client that have ended by themselves before.
         prefix_store: URL of a store that several machines share; empty: there is none.
@@ -27,7 +28,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     prefix_store_ttl_s: float = 0.0
     memory_limit: int | None
     memory_margin: int
-    device_lease: bool
+    lease_dir: str | None
     max_prepare_s: float
     watchdog_s: float
     heat_trace: str | None

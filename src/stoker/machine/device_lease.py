@@ -17,6 +17,7 @@ from types import TracebackType
 from typing import Self
 
 import msgspec
+import platformdirs
 import psutil
 
 from stoker.errors import DeviceBusyError, MachineSetupError
@@ -24,9 +25,15 @@ from stoker.private import make_folder
 
 _log = logging.getLogger(__name__)
 _REMEDY = "name another with --device, or share it with --no-device-lease"
+_FOLDER_REMEDY = "set XDG_STATE_HOME to a folder that can be written, or share it with --no-device-lease"
 _MAX_NOTE_BYTES = 64 * 2**10
 _TICK_S = 1.0
 """Start times of processes and times of files may differ by so much in how they are counted."""
+
+
+def lease_folder() -> Path:
+    """Where the lock files of all programs of this user are, whatever folders each of them was given."""
+    return platformdirs.user_state_path("stoker") / "devices"
 
 
 class LeaseNote(msgspec.Struct, frozen=True, kw_only=True):
@@ -118,7 +125,8 @@ class DeviceLease:
             make_folder(self._folder)
             file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
         except OSError as error:
-            raise MachineSetupError(f"cannot open the lock file {path}: {error.strerror}") from None
+            message = f"cannot open the lock file {path}: {error.strerror}; {_FOLDER_REMEDY}"
+            raise MachineSetupError(message) from None
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:

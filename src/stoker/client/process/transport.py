@@ -24,6 +24,7 @@ from stoker.client.process.log_relay import wanted_level
 from stoker.errors import MachineSetupError
 from stoker.ipc.codec import encode_command, event_decoder
 from stoker.ipc.engine_config import EngineConfig
+from stoker.machine.device_lease import lease_folder
 from stoker.native_crash import native_text
 
 if TYPE_CHECKING:
@@ -468,7 +469,7 @@ def config_of(settings: EngineSettings, num_restarts: int = 0) -> EngineConfig:
         prefix_store_ttl_s=settings.prefix_store_ttl_s,
         memory_limit=settings.memory_limit,
         memory_margin=settings.memory_margin,
-        device_lease=settings.device_lease,
+        lease_dir=str(lease_folder()) if settings.device_lease else None,
         max_prepare_s=settings.max_prepare_s,
         watchdog_s=settings.watchdog_s,
         heat_trace=str(settings.heat_trace) if settings.heat_trace else None,
