@@ -191,6 +191,19 @@ def test_a_model_that_memory_takes_during_its_reload_is_loaded_as_it_was_to_be(m
     assert [model for model, backend in gate.backends if not backend._is_closed] == ["a"]
 
 
+def test_settings_that_are_read_again_do_not_undo_a_load_that_waits_its_turn(make, gate):
+    """SPEC L5: they say what they said before, and somebody has asked for another load since."""
+    machine = make()
+    spec, other = machine.know("a", BIG), machine.know("b", BIG)
+    machine.load(other)
+    machine.until(lambda: gate.begun == ["b"])
+    machine.load(msgspec.structs.replace(spec, num_slots=3))
+    machine.know("a", BIG)
+    gate.open()
+    machine.until(lambda: machine.state("a") == "ready")
+    assert machine.info("a").num_slots == 3
+
+
 # ---------------------------------------------------------------- unloads
 
 

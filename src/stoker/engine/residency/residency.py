@@ -174,7 +174,7 @@ class Residency:
         """Serve a model; one that is known is loaded so the next time, and stays for as long as that says."""
         served = self._catalogue.know(spec)
         is_loading = self._load is not None and self._load.served is served
-        if served.is_in_memory or is_loading:
+        if served.is_in_memory or is_loading or served.is_asked:
             served.keep_for(spec.keep_alive_s)
         else:
             served.settle(spec)
