@@ -188,6 +188,25 @@ def test_a_model_that_is_pinned_while_it_makes_room_stays(make, clock):
     assert machine.state("b") == "absent"
 
 
+def test_a_model_that_gives_way_and_is_then_unloaded_goes_though_it_need_not_any_more(make, clock):
+    """SPEC R3: it was asked to after another needed its room."""
+    machine = make()
+    serve(machine, "a", "b", order=LARGE)
+    machine.submit("long", "a", max_tokens=1500)
+    machine.until_tokens("long", 5)
+    clock.pass_(300)
+    machine.submit("other", "b")
+    machine.turn()
+    clock.pass_(2)
+    machine.until(lambda: machine.state("a") == "unloading")
+    machine.send(UnloadModel("a"))
+    machine.send(Cancel("other"))
+    machine.run("long")
+    machine.until(lambda: machine.state("a") == "absent")
+    assert machine.states("a") == ["loading", "ready", "unloading", "absent"]
+    assert len(machine.tokens("long")) == 1500
+
+
 def test_a_model_that_somebody_wants_out_goes_though_its_room_is_not_needed_any_more(make, clock):
     """SPEC R3: it was asked to before another needed its room."""
     machine = make()

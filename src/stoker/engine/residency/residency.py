@@ -208,6 +208,8 @@ class Residency:
         if self._load is not None and self._load.served is served:
             self._drop_load(self._load, ASKED_TO)  # it begins anew where requests need it
         elif served.life is not ModelLife.READY:
+            if served.life is ModelLife.UNLOADING:  # it goes, though what it was to go for may not need it
+                served.reason = ASKED_TO
             self._tell(served)
         served.settle(served.settled)
         if served.life is ModelLife.READY:
