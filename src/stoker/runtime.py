@@ -244,7 +244,7 @@ class Runtime:
             fields: where it lies; names of before 0.2 warn.
 
         Raises:
-            StokerError: why it cannot be served, downloaded or loaded now.
+            StokerError: why it cannot be served, downloaded or loaded now, or was asked for otherwise since.
         """
         given = {"keep_alive": keep_alive, "ctx_size": ctx_size, "slots": slots, **fields}
         changes = spec_changes(load_fields(given))

@@ -174,12 +174,12 @@ class ScriptedEngine:
 
     def _model(self, command: LoadModel | UnloadModel) -> None:
         match command:
-            case LoadModel(spec, may_evict, is_suspect):
+            case LoadModel(spec, _, is_suspect):
                 path = "tried" if spec.path == "crash once" and is_suspect else spec.path
-                self._load(spec.id, path, may_evict=may_evict)
-            case UnloadModel(model):
-                states = [ModelState(model=model, state=state) for state in ("unloading", "absent")]
-                self._publish(list(states))
+                self._load(command, path)
+            case UnloadModel(model, ask_id):
+                gone = ModelState(model=model, state="absent", answers=ask_id)
+                self._publish([ModelState(model=model, state="unloading"), gone])
 
     @staticmethod
     def _answer(question: Tokenize | Detokenize | GetStatus) -> dict[str, object]:
@@ -201,30 +201,33 @@ class ScriptedEngine:
         self._is_open = False
         self._live.clear()
 
-    def _load(self, model: str, path: str, *, may_evict: bool) -> None:
-        if path == "large" and not may_evict:
-            self._publish([ModelState(model=model, state="absent", reason="it does not fit")])
+    def _load(self, command: LoadModel, path: str) -> None:
+        model, ask_id = command.spec.id, command.ask_id
+        if path == "large" and not command.may_evict:
+            absent = ModelState(model=model, state="absent", reason="it does not fit", answers=ask_id)
+            self._publish([absent])
             return
         self._publish([ModelState(model=model, state="loading", stage="weights")])
         if path == "slow":
             return
         if path == "refused":
             error = InsufficientMemoryError("no room", needed=2, free=1).info()
-            self._publish([ModelState(model=model, state="failed", error=error)])
+            self._publish([ModelState(model=model, state="failed", error=error, answers=ask_id)])
             return
         if path.startswith("crash"):
             os.write(2, b"scripted.cpp:1: ASSERT(false) failed\n")
             os.kill(os.getpid(), signal.SIGSEGV)
         if path == "tried":
             error = LoadCrashedError("a trial died of SIGSEGV").info()
-            self._publish([ModelState(model=model, state="failed", error=error)])
+            self._publish([ModelState(model=model, state="failed", error=error, answers=ask_id)])
             return
         if path == "bad":
             error = ModelFileError("no such file").info()
-            self._publish([ModelState(model=model, state="failed", error=error)])
+            self._publish([ModelState(model=model, state="failed", error=error, answers=ask_id)])
             return
         self._models.append(model)
-        self._publish([ModelState(model=model, state="ready", info=model_info(model, path))])
+        info = model_info(model, path)
+        self._publish([ModelState(model=model, state="ready", info=info, answers=ask_id)])
 
     def _submit(self, submit: Submit) -> None:
         live = _Live(submit)

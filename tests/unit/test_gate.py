@@ -16,7 +16,7 @@ from stoker.gate.engine import PeersEngine
 from stoker.gate.link import PeerLook
 from stoker.gate.prompts import chain_of
 from stoker.gate.site import Site
-from stoker.ipc.commands import Cancel, KnowModel, LoadModel, Pause, Submit, Suspend
+from stoker.ipc.commands import Cancel, KnowModel, LoadModel, Pause, Submit, Suspend, UnloadModel
 from stoker.ipc.events import Admitted, Delta, Event, Failed, Finished, ModelState, Parked, Queued
 from stoker.ipc.model import ModelInfo, ModelSpec
 from stoker.ipc.request import FinishReason, GenerateRequest, Sampling
@@ -408,10 +408,13 @@ async def test_a_model_is_ready_where_any_machine_has_it(bench: Bench) -> None:
     for link in bench.links:
         await bench.turn(link, look(life="absent"))
     assert bench.of(ModelState)[-1].state == "absent"
-    bench.engine.send(LoadModel(ModelSpec(id=MODEL, path="")))
+    bench.engine.send(LoadModel(ModelSpec(id=MODEL, path=""), ask_id=7))
     await bench.settle()
     assert [link.operated for link in bench.links].count(["load"]) == 1
     assert bench.of(ModelState)[-1].state == "ready"
+    bench.engine.send(UnloadModel(MODEL, ask_id=8))
+    await bench.settle()
+    assert [event.answers for event in bench.of(ModelState)[-3:]] == [0, 7, 8]
 
 
 async def test_no_machine_is_a_typed_error_that_names_each(bench: Bench) -> None:

@@ -40,10 +40,16 @@ def registry_of(*models: str) -> ModelRegistry:
 def tell(
     registry: ModelRegistry, model: str, state: str, *, error: StokerError | None = None, stage: str = ""
 ) -> None:
-    """The engine reports."""
+    """The engine reports; with the end of a load or unload it answers what was asked for last."""
     info = model_info(model, f"{model}.gguf") if state == "ready" else None
+    asks = registry._entries[model].asks if state in {"ready", "absent", "failed"} and not stage else ()
     event = ModelState(
-        model=model, state=state, info=info, error=error.info() if error else None, stage=stage
+        model=model,
+        state=state,
+        info=info,
+        error=error.info() if error else None,
+        stage=stage,
+        answers=max(asks, default=0),
     )
     registry.record(event)
 
@@ -126,10 +132,25 @@ def test_an_unloaded_model_is_not_loaded_by_the_next_engine() -> None:
     due(registry)
     for model in ("a", "b"):
         tell(registry, model, "ready")
-    registry.release("a", is_held=True)
+    registry.release("a", lambda _: True)
     registry.suspend()
-    registry.release("b", is_held=True)
+    registry.release("b", lambda _: True)
     assert due(registry) == []
+
+
+@pytest.mark.parametrize("is_told", [True, False], ids=["engine ended", "no engine"])
+def test_an_unload_that_no_engine_will_answer_is_not_waited_for(*, is_told: bool) -> None:
+    """SPEC L3: what the next engine says of the model holds, though it answers nothing."""
+    registry = registry_of("a")
+    due(registry)
+    if is_told:
+        registry.release("a", lambda _: True)
+    registry.begin_instance()
+    if not is_told:
+        registry.release("a", lambda _: False)
+    crashed = LoadCrashedError("a trial died of SIGSEGV").info()
+    assert registry.record(ModelState(model="a", state="failed", error=crashed))
+    assert registry.failure("a") == crashed
 
 
 def test_a_load_that_kills_the_engine_twice_is_barred_until_it_is_asked_for_again() -> None:

@@ -204,6 +204,76 @@ def test_settings_that_are_read_again_do_not_undo_a_load_that_waits_its_turn(mak
     assert machine.info("a").num_slots == 3
 
 
+def answers(machine, model="a"):
+    """States and the load or unload that each answers, repetitions left out."""
+    told = [(str(e.state), e.answers) for e in machine.of(ModelState) if e.model == model]
+    return [each for at, each in enumerate(told) if at == 0 or told[at - 1] != each]
+
+
+def test_a_model_that_memory_takes_before_its_reload_begins_has_not_answered_it(make, gate):
+    """SPEC M4, L5: it is absent, and on its way."""
+    gate.open()
+    machine = make()
+    spec = machine.know("a", BIG)
+    machine.load(spec, ask_id=1)
+    machine.until(lambda: machine.state("a") == "ready")
+    gate.shut()
+    machine.load(machine.know("b", BIG))
+    machine.until(lambda: gate.begun == ["a", "b"])
+    machine.load(msgspec.structs.replace(spec, num_slots=2), ask_id=5)
+    machine.residency.unload_idle(machine.loop._clock.now())
+    gate.open()
+    machine.until(lambda: machine.state("a") == "ready" and machine.info("a").num_slots == 2)
+    assert answers(machine) == [("loading", 0), ("ready", 1), ("absent", 0), ("loading", 0), ("ready", 5)]
+
+
+def test_what_is_asked_for_last_is_refused_and_what_was_asked_for_before_is_not_loaded_instead(make, gate):
+    """SPEC R4, L5: nobody waits for that any more; the model stays as it was."""
+    gate.open()
+    machine = make()
+    spec = loaded(machine, n_ctx=512)
+    machine.submit("r", "a", max_tokens=200)
+    machine.until_tokens("r", 5)
+    gate.shut()
+    machine.load(msgspec.structs.replace(spec, num_slots=2), ask_id=2)
+    machine.until(lambda: len(gate.begun) == 2)
+    machine.load(msgspec.structs.replace(spec, n_ctx=64), ask_id=3)
+    told = machine.of(ModelState)[-1]
+    assert (told.error.code, told.answers) == ("model_in_use", 3)
+    gate.open()
+    machine.run("r")
+    machine.until(lambda: gate.stopped)
+    assert is_settled(machine)
+    assert machine.runner("a").spec.num_slots == spec.num_slots
+
+
+def test_a_load_that_is_refused_while_the_model_goes_is_answered_and_the_model_goes(make):
+    """SPEC R3, L5: what runs on it needs more context than it would have."""
+    machine = make()
+    spec = loaded(machine, n_ctx=512)
+    machine.submit("long", "a", max_tokens=200)
+    machine.until_tokens("long", 5)
+    machine.send(UnloadModel("a", ask_id=2))
+    machine.load(msgspec.structs.replace(spec, n_ctx=64), ask_id=3)
+    told = machine.of(ModelState)[-1]
+    assert (told.state, told.error.code, told.answers) == ("unloading", "model_in_use", 3)
+    machine.run("long")
+    machine.until(lambda: machine.state("a") == "absent")
+    assert is_settled(machine)
+
+
+def test_a_load_of_a_model_that_is_on_its_way_out_is_answered_when_it_is_back(make):
+    """SPEC R3, R4: that it is gone answers the unload before it at the most."""
+    machine = make()
+    spec = loaded(machine)
+    machine.submit("long", "a", max_tokens=100)
+    machine.until_tokens("long", 5)
+    machine.send(UnloadModel("a", ask_id=2))
+    machine.load(spec, ask_id=3)
+    machine.until(lambda: machine.states("a")[-2:] == ["loading", "ready"] and machine.finished("long"))
+    assert answers(machine)[2:] == [("unloading", 0), ("absent", 0), ("loading", 0), ("ready", 3)]
+
+
 # ---------------------------------------------------------------- unloads
 
 

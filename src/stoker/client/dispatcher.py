@@ -255,9 +255,8 @@ class Dispatcher:
     def _take_model(self, instance: EngineInstance, event: ModelState) -> None:
         if instance.is_leaving:  # it frees everything: which models there were is noted
             return
-        self._registry.record(event)
-        self.loads.moved(event)
+        self.loads.moved(event, is_settled=self._registry.record(event))
         if self._registry.failure(event.model):
             self.requests.fail_unservable()
-        instance.note_model()
+        instance.note_model(event)
         self._bus.model_moved(event)

@@ -61,15 +61,15 @@ class SiteModels:
                 self.tell()
             case LoadModel(spec=spec):
                 self._known.add(spec.id)
-                await self._load(spec.id)
+                await self._load(spec.id, command.ask_id)
             case UnloadModel(model=model):
                 self._busy.add(model)
                 await self._at_all(model, "unload", {"model": model})
-                self._settled(model, ModelState(model=model, state=ModelLife.ABSENT))
+                self._settled(ModelState(model=model, state=ModelLife.ABSENT, answers=command.ask_id))
             case PinModel(model=model, is_pinned=is_pinned):
                 await self._at_all(model, "pin", {"model": model, "pinned": is_pinned})
 
-    async def _load(self, model: str) -> None:
+    async def _load(self, model: str, ask_id: int) -> None:
         """Load it where it fits best."""
         self._busy.add(model)
         self._publish(ModelState(model=model, state=ModelLife.LOADING))
@@ -82,15 +82,14 @@ class SiteModels:
             await machine.link.operate("load", {"model": model})
             await self._site.ask_now(choice.peer)
         except StokerError as error:
-            failed = ModelState(model=model, state=ModelLife.ABSENT, error=error.info())
-            self._settled(model, failed)
+            self._settled(ModelState(model=model, state=ModelLife.ABSENT, error=error.info(), answers=ask_id))
             return
         info = next((one for one in self._site.infos() if one.id == model), None)
-        self._settled(model, ModelState(model=model, state=ModelLife.READY, info=info))
+        self._settled(ModelState(model=model, state=ModelLife.READY, info=info, answers=ask_id))
 
-    def _settled(self, model: str, moved: ModelState) -> None:
-        self._busy.discard(model)
-        self._told[model] = (ModelLife(moved.state), "")
+    def _settled(self, moved: ModelState) -> None:
+        self._busy.discard(moved.model)
+        self._told[moved.model] = (ModelLife(moved.state), "")
         self._publish(moved)
 
     async def _at_all(self, model: str, action: str, body: dict[str, Any]) -> None:

@@ -28,21 +28,24 @@ class LoadModel(msgspec.Struct, frozen=True, tag=True):
     Attributes:
         may_evict: idle models may be unloaded for it; else it stays absent where it does not fit beside them.
         is_suspect: as in `KnowModel`.
+        ask_id: number of this command, which grows with each load or unload; `ModelState.answers` names it.
     """
 
     spec: ModelSpec
     may_evict: bool = True
     is_suspect: bool = False
+    ask_id: int = 0
 
 
 class UnloadModel(msgspec.Struct, frozen=True, tag=True):
     """Free a model once nothing runs on it, or stop loading it (SPEC R3).
 
     Answered by `ModelState` with `unloading` and `absent`. The model stays served: a later request loads it
-    again. An unknown id is ignored.
+    again. An unknown id is ignored. `ask_id` as in `LoadModel`.
     """
 
     model: str
+    ask_id: int = 0
 
 
 class PinModel(msgspec.Struct, frozen=True, tag=True):

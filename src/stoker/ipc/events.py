@@ -42,6 +42,8 @@ class ModelState(msgspec.Struct, frozen=True, tag=True, kw_only=True):
         reason: why, for people; empty where it was asked for. Of a model that is ready why this backend
             serves it, where another comes before.
         path, backend: of a load, the way that it is tried; empty: not known.
+        answers: `ask_id` of the last load or unload of the model, once it is carried out or refused; 0: there
+            was none, or it is under way.
     """
 
     model: str
@@ -54,6 +56,7 @@ class ModelState(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     info: ModelInfo | None = None
     error: ErrorInfo | None = None
     reason: str = ""
+    answers: int = 0
 
 
 class PressureMoved(msgspec.Struct, frozen=True, tag=True, kw_only=True):

@@ -201,7 +201,7 @@ class RemoteRuntime:
         Raises:
             UnsupportedError: `reach` is given.
             OperatorOnlyError: the key is not an operator's.
-            StokerError: why it cannot be served, downloaded or loaded now.
+            StokerError: why it cannot be served, downloaded or loaded now, or was asked for otherwise since.
         """
         refuse({"reach": reach is not Reach.ANY})
         given = {"keep_alive": keep_alive, "ctx_size": ctx_size, "slots": slots, **fields}

@@ -8,7 +8,6 @@ caller is cancelled is stopped. States of models are in `registry`, commands go 
 from __future__ import annotations
 
 import asyncio
-from collections import Counter
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
@@ -41,6 +40,7 @@ if TYPE_CHECKING:
     from stoker.ipc.model import ModelInfo, ModelSpec
 
 _UNLOADED = "model {!r} was unloaded before it was ready"
+_SUPERSEDED = "this load of model {!r} was given up: somebody has asked for it otherwise"
 
 Tell = Callable[[KnowModel | LoadModel | UnloadModel | PinModel], bool]
 
@@ -96,7 +96,6 @@ class ModelLoading:
         self._downloading: dict[str, ModelState] = {}
         self._coming: dict[str, list[asyncio.Future[ModelInfo]]] = {}
         self._going: dict[str, list[asyncio.Future[None]]] = {}
-        self._absences: Counter[str] = Counter()  # answers to unloads that are still to come
 
     def __repr__(self) -> str:
         return f"<ModelLoading coming={sorted(self._coming)} going={sorted(self._going)}>"
@@ -205,11 +204,13 @@ class ModelLoading:
     async def load(self, spec: ModelSpec, info: ModelInfo) -> ModelInfo:
         """Load a model; `info` describes one that is not served yet.
 
+        Who waits for a load of it otherwise waits no longer: what was asked for last is what is loaded.
+
         When its last caller is cancelled, the load is stopped, unless requests want the model. One that was
         in memory is then as it was.
 
         Raises:
-            NotReadyError: it was unloaded meanwhile.
+            NotReadyError: it was unloaded, or asked for otherwise, meanwhile.
             ModelInUseError: live requests need it as it is.
             StokerError: why it cannot be loaded.
         """
@@ -220,6 +221,8 @@ class ModelLoading:
         self._check_fits(spec, entry)
         is_same = entry is not None and entry.to_load == spec
         was_ready = self._registry.state(model) is ModelLife.READY
+        if entry is None or entry.to_load.as_loaded != spec.as_loaded:
+            self._fail(model, NotReadyError(_SUPERSEDED.format(model)))
         callers = self._coming.setdefault(model, [])
         answer: asyncio.Future[ModelInfo] = asyncio.get_running_loop().create_future()
         callers.append(answer)
@@ -298,8 +301,13 @@ class ModelLoading:
 
     # ------------------------------------------------------------ what engines do
 
-    def moved(self, event: ModelState) -> None:
-        """The registry has a model's new state: answer its callers."""
+    def moved(self, event: ModelState, *, is_settled: bool) -> None:
+        """The registry has a model's new state: answer its callers.
+
+        Args:
+            event: the state.
+            is_settled: nothing that was asked of the model is open any more.
+        """
         state = self._registry.state(event.model)
         if state is ModelLife.READY:
             ready = [
@@ -308,23 +316,16 @@ class ModelLoading:
                 if (entry := self._registry.get(info.id)) and entry.state is ModelLife.READY
             ]
             self._source.note_loaded(ready)
-            if event.stage:  # another load of it is under way
-                return
-        if state not in {ModelLife.READY, ModelLife.FAILED, ModelLife.ABSENT}:
+        if state in {ModelLife.FAILED, ModelLife.ABSENT}:  # whatever was asked for since
+            self._gone(event.model)
+        if not is_settled:
             return
         # Ready with an error: another was to take its place, and it stays.
-        is_there = state is ModelLife.READY and event.error is None
-        if state is ModelLife.ABSENT and self._absences[event.model]:
-            self._absences[event.model] -= 1
-            self._gone(event.model)  # callers since then have asked for another load
-            return
-        if is_there:
+        if state is ModelLife.READY and event.error is None:
             for come in self._pop_coming(event.model):
                 come.set_result(self._registry.resolve(event.model))
         else:
             self._fail(event.model, error_from_info(event.error) if event.error else _unloaded(event))
-        if state is not ModelLife.READY:
-            self._gone(event.model)
 
     def engine_gone(self) -> None:
         """Fail the loads that would take context from live requests: no engine can judge of them any more."""
@@ -338,7 +339,6 @@ class ModelLoading:
 
         It does not with a model that has failed for good, nor with a reload that ended this engine.
         """
-        self._absences.clear()
         for model in list(self._going):
             self._gone(model)
         for model in list(self._coming):
@@ -355,10 +355,7 @@ class ModelLoading:
 
     def _release(self, model: str) -> bool:
         """Have no engine load it; returns whether one will report that it is absent."""
-        is_told = self._tell(UnloadModel(model))
-        self._registry.release(model, is_held=is_told)
-        self._absences[model] += is_told
-        return is_told
+        return self._registry.release(model, self._tell)
 
     def num_requests(self, model: str) -> int:
         """Live requests for a model."""

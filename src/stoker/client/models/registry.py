@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from stoker.errors import ErrorInfo, LoadCrashedError, ModelNotFoundError, error_from_info
-from stoker.ipc.commands import KnowModel, LoadModel
+from stoker.ipc.commands import KnowModel, LoadModel, UnloadModel
 from stoker.ipc.model import CLIENT_MODEL_MOVES, STORY_LENGTH, ModelInfo, ModelLife, is_move
 from stoker.ipc.status import ModelStatus
 
@@ -59,6 +59,7 @@ class ModelEntry:
         spec: how it is loaded.
         info: what it is; before its first load what its header says.
         asked: another spec that it is being loaded with; becomes `spec` once it is ready.
+        asks: loads, as what, and unloads (None) that an engine has not answered yet, by their `ask_id`.
         is_due: a fresh engine has to load it.
         may_evict: idle models may be unloaded for that.
         is_leaving: its unload was asked for, so a fresh engine need not load it.
@@ -83,6 +84,7 @@ class ModelEntry:
     reason: str = ""
     error: ErrorInfo | None = None
     asked: ModelSpec | None = None
+    asks: dict[int, ModelSpec | None] = field(default_factory=dict)
     is_due: bool = False
     may_evict: bool = False
     is_leaving: bool = False
@@ -205,6 +207,7 @@ class ModelRegistry:
 
     def __init__(self, models: Iterable[FoundModel], mark_of: Callable[[str], object] = file_mark) -> None:
         self._mark_of = mark_of
+        self._last_ask_id = 0
         self._entries: dict[str, ModelEntry] = {}
         for spec, info, is_due in models:
             entry = self._entries[spec.id] = ModelEntry(spec, info, is_served=True, declared=spec)
@@ -319,8 +322,8 @@ class ModelRegistry:
         entry = self._entries[model]
         if entry.asked is None or not (entry.loses_by(entry.asked) if for_requests else entry.is_to_change):
             return None
-        entry.asked = None
-        return LoadModel(entry.spec, is_suspect=entry.is_suspect)
+        entry.asked, entry.may_evict = None, True
+        return self._load_of(entry)
 
     def ask(self, spec: ModelSpec, info: ModelInfo) -> LoadModel:
         """A caller wants `spec` in memory; returns the command for an engine that serves.
@@ -341,7 +344,7 @@ class ModelRegistry:
         entry.is_leaving = False
         if entry.state not in {ModelLife.READY, ModelLife.UNLOADING}:  # else it serves on meanwhile (SPEC L5)
             entry.move(ModelLife.LOADING)
-        return LoadModel(spec, is_suspect=entry.is_suspect)
+        return self._load_of(entry)
 
     def serve(self, spec: ModelSpec, info: ModelInfo) -> KnowModel:
         """Serve a model that no settings name, without a load; returns the command for an engine that serves.
@@ -354,12 +357,16 @@ class ModelRegistry:
         entry.is_served, entry.is_withdrawn = True, False
         return KnowModel(entry.spec, entry.is_suspect)
 
-    def release(self, model: str, *, is_held: bool) -> None:
-        """A caller wants it out of memory: no engine has to load it. `is_held`: one may have it now."""
+    def release(self, model: str, tell: Callable[[UnloadModel], bool]) -> bool:
+        """A caller wants it out of memory: no engine has to load it. Returns whether `tell` reaches one."""
         entry = self._entries[model]
         entry.is_due, entry.is_leaving, entry.asked = False, True, None
+        is_held = tell(UnloadModel(model, self._open_ask(entry, None)))
+        if not is_held:
+            entry.asks.clear()
         if entry.state is ModelLife.SUSPENDED or (entry.state in _IN_MEMORY | UNDER_WAY and not is_held):
             entry.move(ModelLife.ABSENT)
+        return is_held
 
     def pin(self, model: str, *, is_pinned: bool) -> None:
         """Set whether it is never unloaded to make room."""
@@ -425,7 +432,8 @@ class ModelRegistry:
         """
         for entry in self._entries.values():
             if entry.is_due and not (entry.is_barred or (skips_suspects and entry.is_suspect)):
-                return self._begin_load(entry)
+                is_reload = entry.state is ModelLife.READY  # asked for otherwise while this engine loaded it
+                return self._load_of(entry) if is_reload else self._begin_load(entry)
         return None
 
     def suspects_due(self) -> list[LoadModel]:
@@ -435,40 +443,57 @@ class ModelRegistry:
 
     def _begin_load(self, entry: ModelEntry) -> LoadModel:
         entry.move(ModelLife.LOADING)
-        return LoadModel(entry.to_load, entry.may_evict, entry.is_suspect)
+        return self._load_of(entry)
 
-    def record(self, event: ModelState) -> None:
-        """The engine reported a state."""
+    def _load_of(self, entry: ModelEntry) -> LoadModel:
+        ask_id = self._open_ask(entry, entry.to_load)
+        return LoadModel(entry.to_load, entry.may_evict, entry.is_suspect, ask_id)
+
+    def _open_ask(self, entry: ModelEntry, spec: ModelSpec | None) -> int:
+        self._last_ask_id += 1
+        entry.asks[self._last_ask_id] = spec
+        return self._last_ask_id
+
+    def record(self, event: ModelState) -> bool:
+        """The engine reported a state; returns whether nothing that was asked of the model is open now.
+
+        Where something was asked, only the answer to the last of it settles that.
+        """
         entry = self._entries.get(event.model)
         if entry is None:
-            return
+            return True
         if event.state == ModelLife.READY and event.stage:  # it serves on beside another load of it
             entry.stage = event.stage
-            return
-        state = ModelLife(event.state)
+            return False
+        state, was_asked = ModelLife(event.state), bool(entry.asks)
+        answered = entry.asks.get(event.answers)
+        entry.asks = {ask_id: spec for ask_id, spec in entry.asks.items() if ask_id > event.answers}
+        if entry.is_barred and event.error is None and state is not ModelLife.READY:  # nothing has changed
+            return not entry.asks
         if not entry.can_move(state):
             log.error("the engine has %s %s, which was %s; %s", event.model, state, entry.state, entry.told)
         entry.set(state)
         entry.stage, entry.fraction = event.stage, event.fraction
         entry.trying = event.path, event.backend
         entry.reason, entry.error = event.reason, event.error
-        if not entry.is_settled:
-            return
+        is_answer = not entry.asks and (was_asked or entry.is_settled)
         was_to_change = entry.is_to_change
-        entry.is_due = entry.is_leaving = False
         if entry.state is ModelLife.READY:
             entry.is_served, entry.load_crashes = True, 0
             if event.error is None:  # else another was to take its place, and it stays
-                entry.spec = entry.to_load
+                entry.spec = entry.to_load if is_answer else (answered or entry.spec)
         if event.info is not None:
             way = entry.spec.way_of(event.info.path, event.info.backend)  # that serves: with its template
             known = way.quantisation or entry.info.quantisation  # the header says it, an engine does not
             entry.info = msgspec.structs.replace(event.info.served_as(way), quantisation=known)
+        if not is_answer:
+            return False
+        entry.is_due = entry.is_leaving = False
         entry.asked = None
-        if was_to_change or entry.state is not ModelLife.FAILED:
-            return
-        if event.error and event.error.code == LoadCrashedError.code:
+        has_failed = entry.state is ModelLife.FAILED and not was_to_change
+        if has_failed and event.error and event.error.code == LoadCrashedError.code:
             self._bar(entry, event.error)
+        return True
 
     def suspend(self) -> None:
         """The engine is to leave: the next one loads what is in memory or loading now."""
@@ -489,6 +514,7 @@ class ModelRegistry:
     def _note_due(self) -> None:
         is_first = True
         for entry in self._entries.values():
+            entry.asks.clear()
             if entry.state in _IN_MEMORY and not entry.is_leaving:
                 # A caller's load may evict in the next engine too; those that fitted together do again.
                 entry.may_evict = entry.is_due and entry.may_evict

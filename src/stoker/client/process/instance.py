@@ -13,7 +13,6 @@ import logging
 import time
 from typing import TYPE_CHECKING
 
-from stoker.client.models.registry import UNDER_WAY
 from stoker.client.process.exit import EngineExit, OomCounter, judge
 from stoker.errors import MachineSetupError
 from stoker.ipc.commands import Suspend
@@ -23,7 +22,7 @@ if TYPE_CHECKING:
 
     from stoker.client.models.registry import ModelRegistry
     from stoker.client.process.transport import Transport
-    from stoker.ipc.events import Event, Heartbeat
+    from stoker.ipc.events import Event, Heartbeat, ModelState
 
 log = logging.getLogger(__name__)
 
@@ -142,6 +141,7 @@ class EngineInstance:
         self._hang: str | None = None
         self._hello = asyncio.Event()
         self._model_moved = asyncio.Event()
+        self._answers: dict[str, int] = {}  # by model: the last load or unload that is answered
         self._over = asyncio.Event()
         self.is_leaving = False
         """Whether it is to leave: its exit was asked for, and it gets no more work."""
@@ -198,7 +198,7 @@ class EngineInstance:
         """Load what the registry says is due, one by one, each until it is ready or has failed."""
         while not self.is_leaving and (due := registry.next_due(skips_suspects=skips_suspects)) is not None:
             self.send(due)
-            while registry.state(due.spec.id) in UNDER_WAY:  # also of a model that newcomers do not find
+            while self._answers.get(due.spec.id, 0) < due.ask_id:
                 self._model_moved.clear()
                 await self._model_moved.wait()
 
@@ -213,8 +213,9 @@ class EngineInstance:
             self.kill()
             await self._over.wait()
 
-    def note_model(self) -> None:
+    def note_model(self, event: ModelState) -> None:
         """The registry has a model's new state."""
+        self._answers[event.model] = max(event.answers, self._answers.get(event.model, 0))
         self._model_moved.set()
 
     def begin_serving(self) -> None:

@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from stoker.machine.monitor import DeviceSample, Sample
     from stoker.models.memory_estimate.fit import FittedSpec
 
+ASKED_TO = "asked to"  # a model is unloaded though no other needs its memory
 OnDevicesLines = Mapping[str, Mapping[str, int]]
 """Bytes by id of a device and line."""
 SWAP_AFTER_S = 1.0
@@ -53,6 +54,7 @@ class ServedModel:
         spec: how it is to be loaded, as asked for.
         is_pinned: it is never unloaded for another.
         is_asked: the client asked for it by name, so it is loaded though no request needs it.
+        ask_id: of the last load or unload that the client asked for.
         is_suspect: its last load ended an engine: the next is tried in a child process first.
         may_evict: idle models may go for what was asked for.
         keep_alive_s: how long it stays after its last request; negative: for good.
@@ -73,6 +75,7 @@ class ServedModel:
     life: ModelLife = ModelLife.ABSENT
     is_pinned: bool = False
     is_asked: bool = False
+    ask_id: int = 0
     is_suspect: bool = False
     may_evict: bool = True
     keep_alive_s: float = 600.0
@@ -107,6 +110,11 @@ class ServedModel:
         """It is served so from now on; nothing is left of a load that was to change that."""
         self.spec = self.settled = spec
         self.has_gone, self.refused = False, None
+
+    @property
+    def is_leaving(self) -> bool:
+        """Whether it goes because the client asked for that."""
+        return self.life is ModelLife.UNLOADING and self.reason == ASKED_TO
 
     @property
     def is_to_change(self) -> bool:
@@ -557,4 +565,5 @@ def model_state(
         reason=served.reason,
         path=load.way.path if load else "",
         backend=load.way.backend if load else "",
+        answers=served.ask_id if error is not None or not (served.is_asked or served.is_leaving) else 0,
     )

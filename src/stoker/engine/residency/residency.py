@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 from stoker.backends.protocol.encoding import Encoder
 from stoker.engine.inbox import Loaded, LoadFailed, LoadMoved, LoadStop, Sized
 from stoker.engine.residency.catalogue import (
+    ASKED_TO,
     Catalogue,
     Departed,
     MemoryShare,
@@ -54,7 +55,6 @@ RETRY_S = 5.0
 """When a model that could not be had is tried again for requests that have begun."""
 LOOK_AGAIN_S = 0.25
 """How often a load that waits for memory looks again."""
-ASKED_TO = "asked to"  # a model is unloaded though no other needs its memory
 ModelCommand = KnowModel | LoadModel | UnloadModel | PinModel | LostDevices
 
 
@@ -161,8 +161,8 @@ class Residency:
                 self._threads.lost = times
             case LoadModel():
                 self._ask(command, now)
-            case UnloadModel(model):
-                self._unask(model, now)
+            case UnloadModel():
+                self._unask(command, now)
             case PinModel(model, is_pinned):
                 if (served := self._catalogue.find(model)) is not None:
                     served.is_pinned = is_pinned
@@ -183,8 +183,9 @@ class Residency:
 
     def _ask(self, command: LoadModel, now: float) -> None:
         served, spec = self._catalogue.know(command.spec), command.spec
+        served.ask_id = command.ask_id
         if error := self._conflict(spec, spec.most_tokens):
-            self._tell(served, error)
+            self._refuse(served, error, now)
             return
         served.keep_alive_s, served.is_pinned = spec.keep_alive_s, served.is_pinned or spec.is_pinned
         if self._load is not None and self._load.served is served and served.spec != spec:
@@ -200,22 +201,21 @@ class Residency:
         runner = self._runners.find(spec.id)
         return None if runner is None else conflict(spec, n_ctx, runner, self._contexts(spec.id, runner))
 
-    def _unask(self, model: str, now: float) -> None:
-        served = self._catalogue.find(model)
+    def _unask(self, command: UnloadModel, now: float) -> None:
+        served = self._catalogue.find(command.model)
         if served is None:
             return
-        served.is_asked = False
+        served.ask_id, served.is_asked = command.ask_id, False
         if self._load is not None and self._load.served is served:
-            self._drop_load(self._load, ASKED_TO)  # it begins anew where requests need it
-        elif served.life is not ModelLife.READY:
-            if served.life is ModelLife.UNLOADING:  # it goes, though what it was to go for may not need it
-                served.reason = ASKED_TO
-            self._tell(served)
+            self._end_load(self._load, ASKED_TO)  # it begins anew where requests need it
+            self._call_off(command.model)
         served.settle(served.settled)
         if served.life is ModelLife.READY:
             served.move(ModelLife.UNLOADING, ASKED_TO)
-            self._tell(served)
-            self._let_go(now)
+        elif served.life is ModelLife.UNLOADING:  # it goes, though what it was to go for may not need it
+            served.reason = ASKED_TO
+        self._tell(served)
+        self._let_go(now)
 
     def used(self, model: str, keep_alive_s: float | None, now: float) -> None:
         """A request came for it; it may say how long the model is to stay (SPEC R8)."""
@@ -482,7 +482,7 @@ class Residency:
             self._load.stop.set()
             self._load = None
             self._call_off(served.spec.id)
-        if served.life is ModelLife.READY:  # it was to be loaded otherwise
+        if served.is_in_memory:  # it was to be loaded otherwise
             self._keep(served, error)
             return
         if served.is_to_change and (served.has_gone or self._pending.wants(served.spec.id)):
@@ -535,7 +535,7 @@ class Residency:
     def _stay(self, model: str) -> None:
         """It need not go any more."""
         served, runner = self._catalogue.get(model), self._runners.find(model)
-        if served.life is ModelLife.UNLOADING and served.reason != ASKED_TO and runner is not None:
+        if served.life is ModelLife.UNLOADING and not served.is_leaving and runner is not None:
             served.move(ModelLife.READY, runner.load.passed_over_text if runner.load else "")
             self._tell(served)
             self._pending.let_in(runner)
