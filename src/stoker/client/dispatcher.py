@@ -258,5 +258,5 @@ class Dispatcher:
         self.loads.moved(event, is_settled=self._registry.record(event))
         if self._registry.failure(event.model):
             self.requests.fail_unservable()
-        instance.note_model(event)
+        instance.note_model(event.model, event.answers)
         self._bus.model_moved(event)

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     from stoker.client.models.registry import ModelRegistry
     from stoker.client.process.transport import Transport
-    from stoker.ipc.events import Event, Heartbeat, ModelState
+    from stoker.ipc.events import Event, Heartbeat
 
 log = logging.getLogger(__name__)
 
@@ -213,9 +213,9 @@ class EngineInstance:
             self.kill()
             await self._over.wait()
 
-    def note_model(self, event: ModelState) -> None:
-        """The registry has a model's new state."""
-        self._answers[event.model] = max(event.answers, self._answers.get(event.model, 0))
+    def note_model(self, model: str, answers: int) -> None:
+        """The registry has a model's new state; `answers` is that of the event."""
+        self._answers[model] = max(answers, self._answers.get(model, 0))
         self._model_moved.set()
 
     def begin_serving(self) -> None:
