@@ -83,7 +83,7 @@ class CostlessEngine:
 
     def _handle(self, item: Item) -> None:
         match item:
-            case LoadModel(spec=spec):
+            case LoadModel(spec=spec, ask_id=ask_id):
                 info = ModelInfo(
                     id=spec.id,
                     path=spec.path,
@@ -95,7 +95,7 @@ class CostlessEngine:
                     n_vocab=N_CTX,
                     model_class="decoder",
                 )
-                self._publish([ModelState(model=spec.id, state="ready", info=info)])
+                self._publish([ModelState(model=spec.id, state="ready", info=info, answers=ask_id)])
             case Submit(request_id=request_id):
                 self._live[request_id] = [0, item.request.max_tokens or 1]
                 self._publish(

@@ -7,7 +7,7 @@ import pytest
 
 from stoker.backends.device import Device, DeviceMemory
 from stoker.cli.commands import doctor
-from stoker.machine.device_lease import DeviceLease
+from stoker.machine.device_lease import DeviceLease, lease_folder
 from stoker.machine.limits import MemoryLimits
 from stoker.machine.monitor import DeviceSample, Sample
 from stoker.machine.nvml import CardProcess
@@ -128,7 +128,7 @@ def test_doctor_looks_at_every_accelerator_of_the_build(tmp_path, monkeypatch):
     cards = (replace(CARD, read=lambda: DeviceMemory(3 * GIB, 4 * GIB)), replace(CARD, id="CUDA1"))
     monkeypatch.setattr("stoker.backends.llama.binding.accelerators", lambda: cards)
     settings = EngineSettings(cache_dir=tmp_path)
-    with DeviceLease(["CUDA-0"], tmp_path / "devices") as lease:
+    with DeviceLease(["CUDA-0"], lease_folder()) as lease:
         lease.note("CUDA-0", "CUDA NVIDIA H100", ["qwen"])
         first, second = doctor._accelerators(settings)
     assert first.text.endswith(f"3 GiB of 4 GiB free; process {os.getpid()} (model qwen) holds it")

@@ -32,7 +32,7 @@ from stoker.ipc.events import (
 )
 from stoker.ipc.model import ModelSpec, PlacementSpec
 from stoker.ipc.request import FinishReason, GenerateRequest, Preempt, Priority, Sampling, StateOutput
-from stoker.machine.device_lease import DeviceLease
+from stoker.machine.device_lease import DeviceLease, lease_folder
 from stoker.scheduler.queue import Throttle
 from stoker.settings import EngineSettings
 
@@ -339,7 +339,7 @@ def test_a_device_that_another_process_holds_is_left_to_it_where_there_is_one_mo
     """SPEC R6, R11: unless it was asked for by its name; what the model gets less of says who has it."""
     settings = EngineSettings(isolation="thread", cache_dir=tmp_path)
     cards = "fake:weights_mib=300,device=Mine+Theirs,device_mib=900+2000"
-    with DeviceLease(["Theirs"], tmp_path / "devices") as lease:
+    with DeviceLease(["Theirs"], lease_folder()) as lease:
         lease.note("Theirs", "Fake Theirs", ["theirs"])
         engine = Engine(cards, settings=settings)
         info = engine.of(ModelState)[-1].info
@@ -374,7 +374,7 @@ def test_two_engines_share_a_device_where_the_settings_say_so(tmp_path):
     (shown,) = first.loop._report.status(0).devices
     assert (shown.own, shown.others, shown.held_by) == (shown.others, shown.own, "")
     assert shown.own > 0
-    assert not (tmp_path / "devices").exists()
+    assert not lease_folder().exists()
     for engine in (first, second):
         engine.inbox.put(Shutdown())
         engine.loop.run()

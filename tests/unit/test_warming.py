@@ -159,7 +159,7 @@ def test_texts_and_figures_are_those_of_a_device_that_was_not_warmed(watched, mo
     warm.idle()
     assert not warm.runner.is_cold
     monkeypatch.setattr(memory_stand_in, "config_of", partial(config_of, num_restarts=1))
-    plain = watched()
+    plain = watched(device_lease=False)
     plain.load()
     plain.idle()
     assert plain.runner.is_cold

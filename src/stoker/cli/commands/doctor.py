@@ -27,6 +27,7 @@ from stoker.cli.tables import new_console, print_line
 from stoker.errors import MachineSetupError, StokerError
 from stoker.ipc.model import ModelClass
 from stoker.machine.cores import look_at_cores, threads_that_fit
+from stoker.machine.device_lease import lease_folder
 from stoker.machine.limits import DEFAULTS, effective_limit, read_limits, tier_of
 from stoker.machine.monitor import Sources, measure
 from stoker.machine.pressure import Pressure, PressureMeter
@@ -138,7 +139,7 @@ def _accelerators(settings: EngineSettings) -> Iterator[Finding]:
         from stoker.backends.llama import binding
     except (ImportError, OSError, RuntimeError):
         return
-    found = HeldDevices(settings.cache_dir / "devices", settings.memory_margin)
+    found = HeldDevices(lease_folder(), settings.memory_margin)
     found.know(binding.accelerators())
     samples = {sample.id: sample for sample in found.samples()}
     for device in found.known:
