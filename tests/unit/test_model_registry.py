@@ -373,6 +373,29 @@ def test_a_model_loaded_otherwise_keeps_its_former_settings_where_that_fails() -
     assert registry.resolve("a").path == "a.gguf"
 
 
+def test_settings_that_are_read_while_a_load_waits_for_memory_are_taken_over() -> None:
+    """SPEC R9: they are what is loaded next, not lost with the load that waits."""
+    registry = registry_of("a")
+    assert due(registry) == [("a", True)]
+    registry.ask(spec("a", n_ctx=4096), model_info("a", "a.gguf"))
+    registry.record(ModelState(model="a", state="absent"))
+    to_load, gone = registry.take([FoundModel(spec("a", n_ctx=2000), model_info("a", "a.gguf"))])
+    assert ([each.spec.id for each in to_load], gone) == (["a"], [])
+
+
+def test_the_end_of_an_earlier_load_undoes_nothing_that_changed_at_once() -> None:
+    """SPEC R9: how long a model stays and what it is called too are as they were said last."""
+    registry = registry_of("a")
+    assert due(registry) == [("a", True)]
+    info = model_info("a", "a.gguf")
+    earlier = registry.ask(spec("a", n_ctx=1024), info)
+    registry.take([FoundModel(spec("a", keep_alive_s=7.0, aliases=("x",)), info)])
+    registry.ask(spec("a", n_ctx=4096, keep_alive_s=7.0, aliases=("x",)), info)
+    registry.record(ModelState(model="a", state="ready", info=info, answers=earlier.ask_id))
+    assert registry.resolve("x").id == "a"
+    assert registry.get("a").spec.keep_alive_s == 7.0
+
+
 def test_moves_that_the_table_does_not_have_are_bugs(caplog: pytest.LogCaptureFixture) -> None:
     """SPEC L1: of our own they raise, with the story; the engine's word is taken, and told."""
     registry = registry_of("a")

@@ -59,7 +59,7 @@ class ModelEntry:
         spec: how it is loaded.
         info: what it is; before its first load what its header says.
         asked: another spec that it is being loaded with; becomes `spec` once it is ready.
-        asks: loads, as what, and unloads (None) that an engine has not answered yet, by their `ask_id`.
+        asks: loads, as what, and unloads (None), sent or not yet, that no engine has answered, by `ask_id`.
         is_due: a fresh engine has to load it.
         may_evict: idle models may be unloaded for that.
         is_leaving: its unload was asked for, so a fresh engine need not load it.
@@ -411,7 +411,7 @@ class ModelRegistry:
         entry.spec = entry.spec.with_own(spec)
         if entry.asked is not None:
             entry.asked = entry.asked.with_own(spec)
-        if has_changed and entry.state not in _IN_MEMORY | UNDER_WAY:
+        if has_changed and entry.asked is None and entry.state not in _IN_MEMORY | UNDER_WAY:
             entry.spec, entry.info, entry.is_barred = spec, info, False
             return False
         entry.info = entry.info.served_as(entry.spec)
@@ -481,7 +481,8 @@ class ModelRegistry:
         if entry.state is ModelLife.READY:
             entry.is_served, entry.load_crashes = True, 0
             if event.error is None:  # else another was to take its place, and it stays
-                entry.spec = entry.to_load if is_answer else (answered or entry.spec)
+                earlier = answered.with_own(entry.spec) if answered else entry.spec
+                entry.spec = entry.to_load if is_answer else earlier
         if event.info is not None:
             way = entry.spec.way_of(event.info.path, event.info.backend)  # that serves: with its template
             known = way.quantisation or entry.info.quantisation  # the header says it, an engine does not
