@@ -16,7 +16,7 @@ from stoker.client.process.lifecycle import EngineState
 from stoker.client.process.transport import EventSink, ExitReport
 from stoker.client.supervisor import EngineSupervisor
 from stoker.errors import InsufficientMemoryError, LoadCrashedError, NotReadyError, StokerError
-from stoker.ipc.commands import Command, LoadModel, UnloadModel
+from stoker.ipc.commands import Command, KnowModel, LoadModel, UnloadModel
 from stoker.ipc.events import Event, Hello, ModelState
 from stoker.ipc.model import ModelInfo, ModelSpec
 from stoker.settings import EngineSettings
@@ -28,12 +28,18 @@ NO_ROOM = InsufficientMemoryError("no room")
 
 
 class SpokenEngine:
-    """An engine of which a test says every word; `sent` are the loads and unloads that it was sent."""
+    """An engine of which a test says every word.
+
+    Attributes:
+        sent: the loads and unloads that it was sent.
+        known: ids of the models that it was told of.
+    """
 
     pid, can_kill = 1, True
 
     def __init__(self) -> None:
         self.sent: list[LoadModel | UnloadModel] = []
+        self.known: list[str] = []
         self._exit: asyncio.Future[ExitReport] = asyncio.get_running_loop().create_future()
         self._hear: asyncio.Future[EventSink] = asyncio.get_running_loop().create_future()
 
@@ -45,6 +51,8 @@ class SpokenEngine:
         """Keep it."""
         if isinstance(command, LoadModel | UnloadModel):
             self.sent.append(command)
+        elif isinstance(command, KnowModel):
+            self.known.append(command.spec.id)
 
     def kill(self) -> None:
         """It ends."""
@@ -231,6 +239,26 @@ async def test_who_waits_for_a_load_is_told_when_another_is_asked_for() -> None:
 
 
 # ---------------------------------------------------------------- unloads
+
+
+async def test_a_new_model_that_is_unloaded_while_an_engine_boots_is_known_to_it_before() -> None:
+    """SPEC R3, R4: an engine answers no unload of a model that it does not know."""
+    engines = SpokenEngine(), SpokenEngine()
+    async with serving(*engines) as host:
+        engines[0].kill()
+        await engines[1].say(Hello(2))
+        booted = await engines[1].next_sent(1)
+        new = await load(host, replace(MODEL, id="new"))
+        unloading = await asked(host.loads.unload("new"))
+        with pytest.raises(NotReadyError):
+            await new
+        assert engines[1].known[-1] == "new"
+        gone = ModelState(model="new", state="absent", answers=(await engines[1].next_sent(2)).ask_id)
+        await engines[1].say(gone)
+        await asyncio.wait_for(unloading, 5)
+        await engines[1].tell("ready", booted)
+        assert host.state is EngineState.SERVING
+        assert len(engines[1].sent) == 2
 
 
 async def test_an_unload_of_a_model_that_has_failed_leaves_nothing_for_the_next_load_to_trip_over() -> None:

@@ -25,6 +25,17 @@ def use(machine, *models):
         machine.run(name)
 
 
+def give_way(machine, clock):
+    """Have `b` asked for while `a` writes "long", until `a` goes for it once that is done."""
+    machine.submit("long", "a", max_tokens=1500)
+    machine.until_tokens("long", 5)
+    clock.pass_(300)
+    machine.submit("other", "b")
+    machine.turn()
+    clock.pass_(2)
+    machine.until(lambda: machine.state("a") == "unloading")
+
+
 def test_a_busy_model_finishes_what_runs_before_it_makes_room(make, clock):
     """SPEC R3: never under its requests; both get the text they would have had alone."""
     machine = make()
@@ -108,13 +119,7 @@ def test_a_model_that_need_not_go_any_more_takes_newcomers_again(make, clock):
     """SPEC R3: whoever wanted its room has gone."""
     machine = make()
     serve(machine, "a", "b", order=LARGE)
-    machine.submit("long", "a", max_tokens=1500)
-    machine.until_tokens("long", 5)
-    clock.pass_(300)
-    machine.submit("other", "b")
-    machine.turn()
-    clock.pass_(2)
-    machine.until(lambda: machine.state("a") == "unloading")
+    give_way(machine, clock)
     machine.submit("late", "a")
     machine.turn()
     machine.send(Cancel("other"))
@@ -129,13 +134,7 @@ def test_a_model_stays_when_the_one_it_was_to_go_for_is_refused(make, clock):
     machine = make()
     machine.know("a", LARGE)
     machine.know("b", "eog_period=0,weights_mib=750")
-    machine.submit("long", "a", max_tokens=1500)
-    machine.until_tokens("long", 5)
-    clock.pass_(300)
-    machine.submit("other", "b")
-    machine.turn()
-    clock.pass_(2)
-    machine.until(lambda: machine.state("a") == "unloading")
+    give_way(machine, clock)
     machine.others_mib = 180  # now it would not fit though everything went
     clock.pass_(1)
     machine.run("other")
@@ -152,13 +151,7 @@ def test_a_model_stays_when_room_was_found_without_it(make, clock):
     machine = make()
     serve(machine, "a", "b")
     machine.others_mib = 300
-    machine.submit("long", "a", max_tokens=1500)
-    machine.until_tokens("long", 5)
-    clock.pass_(300)
-    machine.submit("other", "b")
-    machine.turn()
-    clock.pass_(2)
-    machine.until(lambda: machine.state("a") == "unloading")
+    give_way(machine, clock)
     machine.others_mib = 0
     clock.pass_(1)
     machine.run("other")
@@ -192,13 +185,7 @@ def test_a_model_that_gives_way_and_is_then_unloaded_goes_though_it_need_not_any
     """SPEC R3: it was asked to after another needed its room."""
     machine = make()
     serve(machine, "a", "b", order=LARGE)
-    machine.submit("long", "a", max_tokens=1500)
-    machine.until_tokens("long", 5)
-    clock.pass_(300)
-    machine.submit("other", "b")
-    machine.turn()
-    clock.pass_(2)
-    machine.until(lambda: machine.state("a") == "unloading")
+    give_way(machine, clock)
     machine.send(UnloadModel("a"))
     machine.send(Cancel("other"))
     machine.run("long")

@@ -42,8 +42,8 @@ class ModelState(msgspec.Struct, frozen=True, tag=True, kw_only=True):
         reason: why, for people; empty where it was asked for. Of a model that is ready why this backend
             serves it, where another comes before.
         path, backend: of a load, the way that it is tried; empty: not known.
-        answers: `ask_id` of the last load or unload of the model, once it is carried out or refused; 0: there
-            was none, or it is under way.
+        answers: `ask_id` of the last load or unload of the model, in each state from its end or refusal on;
+            0: there was none, or it is under way.
     """
 
     model: str

@@ -9,6 +9,7 @@ from __future__ import annotations
 import fcntl
 import logging
 import os
+import platform
 import re
 import warnings
 from collections.abc import Sequence
@@ -32,8 +33,11 @@ _TICK_S = 1.0
 
 
 def lease_folder() -> Path:
-    """Where the lock files of all programs of this user are, whatever folders each of them was given."""
-    return platformdirs.user_state_path("stoker") / "devices"
+    """Where the lock files of all programs of this user are, whatever folders each of them was given.
+
+    It is this machine's own: several may share a home, and cards of two have the same names.
+    """
+    return platformdirs.user_state_path("stoker") / "devices" / platform.node()
 
 
 class LeaseNote(msgspec.Struct, frozen=True, kw_only=True):

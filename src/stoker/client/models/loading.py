@@ -227,7 +227,9 @@ class ModelLoading:
         answer: asyncio.Future[ModelInfo] = asyncio.get_running_loop().create_future()
         callers.append(answer)
         if not (is_same and len(callers) > 1):
-            self._tell(self._registry.ask(spec, info))
+            is_told = self._tell(self._registry.ask(spec, info))
+            if entry is None and not is_told:
+                self._tell(KnowModel(spec))  # a booting engine answers no unload of one unknown
         try:
             return await answer
         except asyncio.CancelledError:
