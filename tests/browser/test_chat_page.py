@@ -162,6 +162,7 @@ async def test_thinking_is_folded(chat):
     await expect(thought.get_by_text("Let me see.")).to_be_visible()
 
 
+@pytest.mark.long
 async def test_calls_of_tools_are_shown_and_their_results_given(chat):
     """U5: the server runs nothing; whoever reads answers in the tool's place."""
     page = await chat("caller")
@@ -209,6 +210,7 @@ async def test_a_refusal_stands_in_the_answer_with_its_code(chat):
     await expect(last(page).get_by_role("alert").locator("code")).to_have_text("invalid_request")
 
 
+@pytest.mark.long
 async def test_a_refused_turn_is_sent_no_more_and_its_text_is_there_to_be_shortened(chat):
     """U5: it stands where it was said, with why; what is said next gets its answer, also after a reload."""
     page = await chat("talker")
@@ -228,6 +230,7 @@ async def test_a_refused_turn_is_sent_no_more_and_its_text_is_there_to_be_shorte
     await expect(last(page)).to_contain_text("tokens in")
 
 
+@pytest.mark.long
 async def test_a_refused_turn_can_be_written_again(chat):
     """U5: once what stood against it is gone, it is part of the conversation as any other."""
     page = await chat("talker")
@@ -243,6 +246,7 @@ async def test_a_refused_turn_can_be_written_again(chat):
     await expect(page.get_by_role("alert")).to_have_count(0)
 
 
+@pytest.mark.long
 async def test_results_of_tools_that_are_refused_can_be_given_again(chat):
     """U5: what was written stays in its field, and the call keeps its form."""
     page = await chat("caller")

@@ -213,6 +213,7 @@ async def test_the_engine_is_suspended_and_woken_from_the_page(open_page, serve)
         await expect(story(page, name)).to_contain_text("suspended")
 
 
+@pytest.mark.long
 async def test_a_key_steers_its_own_requests_from_the_page(open_page, serve, tmp_path):
     """U3: as over the API; another key's are not there."""
     keys = tmp_path / "keys"

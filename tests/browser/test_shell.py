@@ -38,6 +38,7 @@ async def test_the_page_follows_its_server_and_asks_nobody_else(open_page, serve
     assert await page.title() != "Stoker"
 
 
+@pytest.mark.long
 async def test_keys_switch_tabs_and_colours_and_show_themselves(open_page, server):
     """U1: not while one writes; the colours stay over a reload."""
     page = await open_page(server.url, "#/chat")

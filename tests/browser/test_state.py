@@ -81,6 +81,7 @@ def handed_over():
     ]
 
 
+@pytest.mark.long
 async def test_a_recording_is_told_as_it_was(page, busy):
     """U10: every request that ended is in the history, with its moves; nobody is left who is not there."""
     ends = [each for each in busy if each.get("what") in ENDS and not each.get("group")]

@@ -131,6 +131,7 @@ def longest_asks(crowd: list[Conversation]) -> list[Ask]:
     return [question for question in longest if len(question.request.prompt) > 80]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "model", [PLAIN, pytest.param(MODEL, marks=pytest.mark.slow)], ids=["fake", "smollm2"]
 )

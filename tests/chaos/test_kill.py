@@ -166,6 +166,7 @@ async def test_streams_of_an_engine_in_trouble_equal_undisturbed_ones(trouble: T
     assert {reason for answer in answers for reason in answer.reasons} == {FinishReason.LENGTH}
 
 
+@pytest.mark.long
 async def test_a_killed_engine_whose_device_finds_candidates_goes_on_with_the_ids_of_whole_rows() -> None:
     """B6, L3: some take candidates and some whole rows; a replay draws from either what it drew before."""
     sampled = GenerateRequest(prompt="a fifth stream", max_tokens=32, sampling=Sampling(seed=14))

@@ -118,6 +118,7 @@ async def test_they_do_so_for_three_minutes(group: MemoryGroup, tmp_path: Path) 
     await use_in_turn(group, tmp_path, for_s=180)
 
 
+@pytest.mark.long
 async def test_a_model_far_too_large_is_refused_at_once(group: MemoryGroup, tmp_path: Path) -> None:
     """SPEC R1, R2: by its header; what it needs, what there is; the model that serves is not touched."""
     huge = write_huge(tmp_path / "huge.gguf")

@@ -204,6 +204,7 @@ async def test_an_engine_killed_again_and_again_costs_no_answer(undisturbed: dic
     assert await answers_with(kill) == undisturbed
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("moment", SOME_MOMENTS)
 async def test_a_suspend_costs_no_answer(undisturbed: dict[str, Answer], moment: str) -> None:
     """SPEC L2, Q4: the engine leaves and comes back."""
@@ -216,6 +217,7 @@ async def test_a_suspend_costs_no_answer(undisturbed: dict[str, Answer], moment:
     assert await answers_with(suspend) == undisturbed
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("moment", SOME_MOMENTS)
 async def test_requests_with_pictures_outlast_the_program(
     undisturbed: dict[str, Answer], moment: str, tmp_path: Path
@@ -243,6 +245,7 @@ async def test_requests_with_pictures_outlast_the_program(
     assert answers | ended == undisturbed
 
 
+@pytest.mark.long
 async def test_a_request_paused_while_its_picture_is_encoded_goes_on_after_a_kill(
     undisturbed: dict[str, Answer],
 ) -> None:

@@ -105,6 +105,7 @@ def test_a_fork_shares_cells_and_then_goes_its_own_way(generating: Backend) -> N
     assert_equal_choice(feed(generating, 1, tokens[:1])[0], feed(generating, 2, tokens[:1])[0])
 
 
+@pytest.mark.long
 def test_forks_of_a_long_prefix_need_no_cells_of_their_own(generating: Backend) -> None:
     """B2: `fork` shares cells."""
     num_prefix = generating.capabilities.n_ctx - 128
@@ -139,6 +140,7 @@ def test_a_trim_of_a_fork_leaves_its_source_alone(generating: Backend) -> None:
     assert_near(generating, feed(generating, 0, tokens[-1:]), feed(generating, 2, tokens[-1:]))
 
 
+@pytest.mark.long
 def test_a_full_pool_changes_nothing_and_drop_makes_room(pooling: Backend) -> None:
     """SPEC Q12: a step without cells raises PoolFullError, lengths stay, and freed cells serve again."""
     filler, num_cells = [41] * 128, pooling.capabilities.num_cells
@@ -207,6 +209,7 @@ def test_exported_state_fits_between_the_cells_of_others(pooling_states: TestedB
     assert_near(pooling_states, feed(pooling_states, 1, tokens[:1]), feed(pooling_states, 2, tokens[:1]))
 
 
+@pytest.mark.long
 def test_a_state_without_room_raises_and_leaves_the_sequence_empty(pooling_states: TestedBackend) -> None:
     """SPEC Q12: an import that does not fit is a full pool, and changes nothing."""
     feed(pooling_states, 0, prompt(pooling_states), 0)

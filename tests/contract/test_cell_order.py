@@ -78,6 +78,7 @@ def test_a_sequence_that_grows_beside_a_hole_keeps_its_bits(model: LlamaModel, *
     context.close()
 
 
+@pytest.mark.long
 def test_every_sequence_lies_in_the_order_of_its_tokens_where_the_map_says(model: LlamaModel) -> None:
     """SPEC C3, Q4: whatever is forked, cut, dropped, taken out and put back, over many thousand calls."""
     context = context_of(model, keeps_order=True)

@@ -344,6 +344,7 @@ def test_a_picture_without_embeddings_changes_nothing(load_seeing: Loaded) -> No
         backend.extensions.vision.layout(Sound(16_000, b"\0\0" * 16))
 
 
+@pytest.mark.long
 def test_a_tower_that_does_not_load_leaves_the_text(tmp_path: Path) -> None:
     """SPEC F10, V1: as a projector that does not fit; the reason is with the model."""
     path = seeing_folder(tmp_path / "m", "idefics3")

@@ -147,6 +147,7 @@ async def answer(runtime, prompt, **fields):
     return tokens, "".join(delta.text for delta in deltas), deltas[-1]
 
 
+@pytest.mark.long
 async def test_greedy_text_is_the_reference_s(runtime, t5_path):
     """SPEC K3: the prompt is the source; input tokens are the source's, and no part of the answer."""
     reference = T5Reference(t5_path)

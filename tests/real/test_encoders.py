@@ -30,6 +30,7 @@ def tokens_of(encoder, texts):
     return [encoder.vocabulary.tokenize(text, add_special=True, parse_special=True) for text in texts]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("pooling", "number"), [("mean", 1), ("cls", 2), ("last", 3)])
 def test_a_vector_is_what_bert_gives(tmp_path, pooling, number):
     """SPEC K2: mean, cls and last, against a computation of our own in double precision."""

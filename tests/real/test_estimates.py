@@ -92,6 +92,7 @@ def test_a_small_decoder_takes_what_was_estimated(
     check(*probe(write_llama(tmp_path / "m.gguf"), **changes))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", sorted(TINY))
 def test_models_of_other_classes_take_what_was_estimated(probe: Probe, tmp_path: Path, name: str) -> None:
     """SPEC R1: recurrent, hybrid and with sliding windows; cells and states to the percent."""

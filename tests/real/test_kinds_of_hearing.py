@@ -88,6 +88,7 @@ def run(runner: SlotRunner, request: GenerateRequest) -> tuple[list[int], Finish
                 return tokens, event
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("duration_s", LENGTHS_S)
 def test_a_recording_is_heard_as_the_library_itself_hears_it(runner: SlotRunner, duration_s: float) -> None:
     """SPEC V9: 32 greedy tokens after a recording of each length, with text around it."""

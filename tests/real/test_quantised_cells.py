@@ -60,6 +60,7 @@ def test_quantised_cells_are_reported_and_take_half(backend: LlamaBackend) -> No
     assert backend.memory()["kv"] == pytest.approx(512 * CELL_BYTES * 34 / 32, rel=0.01)
 
 
+@pytest.mark.long
 def test_results_do_not_depend_on_the_batch(backend: LlamaBackend) -> None:
     """SPEC E1: a prompt at once, in slices, and its state put back give the same bits."""
     whole = last_row(backend, 0, PROMPT)
@@ -72,6 +73,7 @@ def test_results_do_not_depend_on_the_batch(backend: LlamaBackend) -> None:
         backend.drop(seq)
 
 
+@pytest.mark.long
 def test_holes_are_closed_up_bit_exactly(backend: LlamaBackend) -> None:
     """SPEC E1: the order of cells matters to the sums over quantised ones too."""
     last_row(backend, 3, PROMPT)

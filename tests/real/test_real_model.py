@@ -78,6 +78,7 @@ async def test_one_token_gives_one_tokens_text(runtime, reference):
     assert text_of(events) == reference.piece(expected).decode()
 
 
+@pytest.mark.long
 async def test_a_stop_string_cuts_where_the_whole_text_would_first_match(runtime, reference):
     """D3, D4: across token boundaries, the stop not included."""
     prompt = "One, two, three, four, five,"
@@ -119,6 +120,7 @@ async def test_a_seed_gives_the_same_text_alone_and_in_company(runtime):
     assert tokens_of(await collect(runtime, other)) != alone
 
 
+@pytest.mark.long
 async def test_choices_of_one_prompt_share_it_and_differ_by_their_seed(runtime):
     """Q16, D1."""
     prompt = "A list of words: " + "river stone cloud apple " * 30

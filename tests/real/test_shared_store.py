@@ -84,6 +84,7 @@ async def answer_nothing(runtime: Runtime) -> None:
     await runtime.tokenize("a")
 
 
+@pytest.mark.long
 async def test_machines_that_round_otherwise_are_apart_where_texts_are_repeatable(
     models: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

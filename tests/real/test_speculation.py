@@ -117,6 +117,7 @@ def test_parked_between_drafts_it_is_still_the_same(runner, form):
     assert quick == plain
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("num_kept", [40, 70])
 def test_a_draft_after_a_prompt_whose_logits_were_asked_has_its_own_rows(runner, num_kept):
     """SPEC D9, D6: the prompt's came from another context, which knows nothing of who has its cells now."""

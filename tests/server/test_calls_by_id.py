@@ -96,6 +96,7 @@ def fields_of(answer: httpx.Response) -> dict[str, Any]:
     return dict(answer.json())
 
 
+@pytest.mark.long
 @each_kind
 def test_a_call_is_cancelled_by_its_id(
     serve: Callable[..., Any], until: Callable[[Callable[[], bool]], None], kind: str
@@ -119,6 +120,7 @@ def test_a_call_is_cancelled_by_its_id(
     assert count == 1
 
 
+@pytest.mark.long
 @each_kind
 def test_a_paused_call_stands_still_and_goes_on_to_the_same_answer(
     serve: Callable[..., Any], until: Callable[[Callable[[], bool]], None], kind: str
@@ -147,6 +149,7 @@ def status(server: Any, **headers: str) -> dict[str, Any]:
     return dict(httpx.get(f"{server.url}/v1/runtime", headers=headers).json())
 
 
+@pytest.mark.long
 @each_kind
 def test_a_call_is_shown_with_its_kind_class_and_progress(
     serve: Callable[..., Any], until: Callable[[Callable[[], bool]], None], kind: str

@@ -37,6 +37,7 @@ def is_idle_after(text):
     return lambda seen: text in seen.text and seen.lines[-1] == ">"
 
 
+@pytest.mark.long
 def test_a_chat_asks_the_server_and_another_of_its_models(chat, server):
     """I16, I11: no model is loaded here; a command lists and changes those of the server."""
     with chat() as terminal:
@@ -52,6 +53,7 @@ def test_a_chat_asks_the_server_and_another_of_its_models(chat, server):
         assert "warning:" not in terminal.text, "comments of the stream of events are no events"
 
 
+@pytest.mark.long
 def test_a_place_in_the_line_is_shown_while_it_lasts(chat, server):
     """I16, Q14: what it waits for stands in one line, which the answer takes the place of."""
     with chat("-m", "other") as terminal:

@@ -173,6 +173,7 @@ def test_a_suspended_server_is_not_waited_for(server):
         assert stoker("resume").exit_code == 0
 
 
+@pytest.mark.long
 def test_a_server_with_a_key_says_how_to_give_one(start_server, tmp_path):
     """T4: in one line, with the other way out where the server was only found."""
     keys = tmp_path / "keys"

@@ -196,6 +196,7 @@ async def stories(http, place):
     return [[what for _, what in one["story"]] for one in waiting]
 
 
+@pytest.mark.long
 async def test_a_job_starts_and_ends_under_endless_interactive_load(serve):
     """Q7: two slots, four people who always want them; the job's steps are those that it is owed."""
     server = serve(0.002, slots=2, background_patience_s=0.5)

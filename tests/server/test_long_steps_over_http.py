@@ -32,6 +32,7 @@ def gauges(http):
     return {one.name: one.value for family in families for one in family.samples if not one.labels}
 
 
+@pytest.mark.long
 def test_status_and_metrics_are_true_during_a_step_and_prompts_tell_how_far_they_are(slow):
     """SPEC I4, S2: a slot with its request, the queue, counts; progress though no step has ended."""
     body = {"prompt": "one two", "max_tokens": 1, "stream": True, "stream_options": {"include_usage": True}}

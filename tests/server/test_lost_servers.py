@@ -226,6 +226,7 @@ async def test_an_event_of_another_version_is_told_by_health(event: str) -> None
     await mirror.close()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("is_stream", [True, False])
 async def test_a_server_that_falls_silent_is_found(
     server: tuple[str, subprocess.Popen[str]], monkeypatch: pytest.MonkeyPatch, *, is_stream: bool
@@ -251,6 +252,7 @@ async def test_a_server_that_falls_silent_is_found(
         process.send_signal(signal.SIGCONT)
 
 
+@pytest.mark.long
 async def test_a_stream_with_nothing_to_say_lives_by_its_comments(
     server: tuple[str, subprocess.Popen[str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -107,6 +107,7 @@ def test_what_cannot_be_pulled_says_why(client, start):
     assert caught.value.status_code == 403
 
 
+@pytest.mark.long
 def test_a_model_is_deleted_from_the_models_folder_alone(client, folder):
     """N8: it is found no more; what lies elsewhere stays."""
     client.pull(REPO)
@@ -138,6 +139,7 @@ def test_a_folder_is_shown_and_deleted_with_what_is_its_own(client, folder):
 # ------------------------------------------------------------ the second port
 
 
+@pytest.mark.long
 def test_the_second_port_is_the_same_server():
     """N9: both answer all routes; the readiness line tells both."""
     with subprocess.Popen([sys.executable, "-c", PROGRAM], stdout=subprocess.PIPE, text=True) as process:

@@ -258,6 +258,7 @@ async def test_the_status_shows_a_key_its_own_requests_and_counts_of_the_others(
         await asyncio.gather(waiting, return_exceptions=True)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("action", ["cancel", "pause", "resume"])
 async def test_another_keys_request_is_not_there_and_an_operator_reaches_it(keyed, action):
     """S4, Q17: 404, as of an id that nobody has, by each of its names; the answer goes on."""

@@ -246,6 +246,7 @@ async def test_the_events_of_a_request_are_told(runtime: Any) -> None:
     assert kinds == [Queued, Admitted, Delta, Finished]
 
 
+@pytest.mark.long
 async def test_a_request_is_paused_resumed_and_cancelled_by_its_id(runtime: Any) -> None:
     """Q12: its stream says so."""
     request = GenerateRequest(prompt="hello", model="slow", max_tokens=400)

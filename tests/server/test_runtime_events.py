@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 
 import httpx
+import pytest
 from prometheus_client import CollectorRegistry
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -87,6 +88,7 @@ def test_what_a_request_goes_through_is_told_without_its_text(start_server):
     assert not any({"text", "token_ids", "logprobs"} & event.keys() for event in told)
 
 
+@pytest.mark.long
 def test_calls_of_every_route_are_told_of_by_their_route(start_server):
     """SPEC O3: what came by which route, and whether it was a call of several requests."""
     server = start_server(lambda: Runtime(model="fake:encoder=1", isolation="thread"))

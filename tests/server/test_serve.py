@@ -76,6 +76,7 @@ def test_a_shutdown_drains_streams_and_refuses_new_work(start_server):
     assert [line for line in shown if line][-1] == "data: [DONE]"
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_the_process_says_it_is_ready_and_ends_with_zero_on_fake(number):
     """S7, I3, L4: one JSON line, then service, then a signal in the middle of a stream."""

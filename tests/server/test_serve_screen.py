@@ -109,6 +109,7 @@ class Piped:
         return self.process.returncode, out, err
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("columns", [80, 120])
 def test_a_terminal_shows_where_a_line_a_request_and_how_it_is_doing(place, columns):
     """T12: one block, a line for each request, a status at the bottom; the readiness line is there too."""
@@ -140,6 +141,7 @@ def test_a_terminal_shows_where_a_line_a_request_and_how_it_is_doing(place, colu
         assert max(map(len, terminal.lines)) <= columns
 
 
+@pytest.mark.long
 def test_a_narrow_terminal_breaks_no_url(place):
     """T12: the terminal itself wraps it, so that it can be clicked and copied."""
     with Terminal("stoker", *words(), columns=40, env=place) as terminal:
@@ -148,6 +150,7 @@ def test_a_narrow_terminal_breaks_no_url(place):
     assert f"status         {url}/v1/runtime" in shown.replace("\n", "")
 
 
+@pytest.mark.long
 def test_a_window_made_narrower_keeps_one_status_line(place):
     """T12: the line fits any usual width, so nothing of it stays behind."""
     with Terminal("stoker", *words(), columns=120, env=place) as terminal:
@@ -160,6 +163,7 @@ def test_a_window_made_narrower_keeps_one_status_line(place):
         assert len(terminal.lines[-1]) <= 78
 
 
+@pytest.mark.long
 def test_ctrl_c_says_what_it_waits_for_and_again_ends_at_once(place):
     """T14: the first lets a request finish and says so, the second ends it, its stream has an end."""
     with Terminal("stoker", *words("--drain-s", "600", model=SLOW), env=place) as terminal:
@@ -174,6 +178,7 @@ def test_ctrl_c_says_what_it_waits_for_and_again_ends_at_once(place):
         assert "data: [DONE]" in client.end()
 
 
+@pytest.mark.long
 def test_a_third_ctrl_c_changes_nothing(place):
     """T14: who presses it often gets no traceback."""
     with Terminal("stoker", *words("--drain-s", "600", model=SLOW), env=place) as terminal:
@@ -190,6 +195,7 @@ def test_a_third_ctrl_c_changes_nothing(place):
         client.end()
 
 
+@pytest.mark.long
 def test_sigterm_names_itself_and_drains_for_drain_s(place):
     """T14, L4: with a short drain the request ends as cancelled, and the server with 0."""
     with Piped(*words("--drain-s", "0.2", model=SLOW), env=place) as server:
@@ -200,6 +206,7 @@ def test_sigterm_names_itself_and_drains_for_drain_s(place):
         assert "data: [DONE]" in server.client.end()
 
 
+@pytest.mark.long
 def test_in_a_pipe_the_log_is_plain_lines(place):
     """T13: level and logger in each line; stdout has the readiness line alone."""
     with Piped(*words(), env=place) as server:
@@ -215,6 +222,7 @@ def test_in_a_pipe_the_log_is_plain_lines(place):
     assert "\x1b" not in err
 
 
+@pytest.mark.long
 def test_json_lines_carry_the_figures(place):
     """T13: `--log-format json` is one object a line, a request's with all that its event has."""
     with Piped(*words("--log-format", "json"), env=place) as server:
@@ -228,6 +236,7 @@ def test_json_lines_carry_the_figures(place):
     assert request["request_id"]
 
 
+@pytest.mark.long
 def test_the_journal_gets_priorities(place):
     """T13: under systemd each line says its level as journald reads it, and no time, which it has."""
     ours, theirs = socket.socketpair()
@@ -256,6 +265,7 @@ def test_the_journal_gets_priorities(place):
     assert all(re.match(r"<[3-7]>", line) for line in said)
 
 
+@pytest.mark.long
 def test_quiet_says_nothing_but_the_readiness_line(place):
     """T12: in a terminal and elsewhere; warnings stay."""
     with Terminal("stoker", *words("--quiet"), env=place) as terminal:
@@ -278,6 +288,7 @@ def test_a_log_file_gets_the_log(place, tmp_path):
     assert "WARNING stoker.server.inbound.gate" in line
 
 
+@pytest.mark.long
 def test_other_machines_need_a_key_or_a_word(place, tmp_path):
     """S4: `--host 0.0.0.0` alone is refused with the flags; with a key file it serves."""
     command = [sys.executable, "-m", "stoker.cli", *words("--host", EVERYWHERE)]
@@ -295,6 +306,7 @@ def test_other_machines_need_a_key_or_a_word(place, tmp_path):
         assert server.ended()[0] == 0
 
 
+@pytest.mark.long
 def test_a_service_manager_is_told_when_it_is_ready_and_when_it_stops(place, tmp_path):
     """T12: `Type=notify` of systemd."""
     address = tmp_path / "notify"

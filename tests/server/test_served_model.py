@@ -33,6 +33,7 @@ def smollm_client(smollm):
         yield client
 
 
+@pytest.mark.long
 def test_it_completes_what_it_knows(smollm_client):
     """S1, D3: text, usage, and a stop string that ends the answer before itself."""
     answer = smollm_client.completions.create(**PARIS, max_tokens=8)

@@ -189,6 +189,7 @@ async def test_a_removed_model_stays_for_the_requests_that_wait_for_its_one_slot
         assert "loading" not in told
 
 
+@pytest.mark.long
 @pytest.mark.skipif(sys.platform == "win32", reason="there is no SIGKILL")
 async def test_a_removed_model_is_known_to_a_new_engine_while_a_stream_needs_it(tmp_path):
     """G7: the engine ends under its stream, which goes on in the next one; then the model is freed."""

@@ -200,6 +200,7 @@ def code_of(answer: httpx.Response) -> str:
     return str(answer.json()["error"]["code"])
 
 
+@pytest.mark.long
 def test_a_state_is_taken_for_its_own_request_alone_and_only_whole(
     machines: list[ServerThread], start_server: Start, tmp_path: Path
 ) -> None:

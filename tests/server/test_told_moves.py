@@ -112,6 +112,7 @@ def test_who_waits_is_told_why_and_a_reader_who_comes_late_sees_it(one_slot):
     assert snapshot["cache"]["live"]["cells_total"] > 0
 
 
+@pytest.mark.long
 def test_an_engine_that_is_killed_leaves_requests_that_are_told_to_go_on(start_server):
     """SPEC O20, L3: held, then replayed from the tokens there were; status keeps its figures meanwhile."""
     server = start_server(lambda: Runtime(model=SLOW, slots=1, ctx_size=2048))

@@ -65,6 +65,7 @@ def line_with(terminal, word):
     return next((line for line in terminal.lines if word in line), "")
 
 
+@pytest.mark.long
 def test_a_person_sees_who_has_the_slot_and_steers_by_keys(server):
     """O16: the slot, pause, resume and cancel of the selected row, a narrower window, q."""
     streams = Streams(server.url)

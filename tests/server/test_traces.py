@@ -119,6 +119,7 @@ def test_every_dialect_goes_on_with_the_callers_trace_and_tells_no_text(start_se
     assert WORDS.encode() not in b"".join(collector.bodies)
 
 
+@pytest.mark.long
 def test_a_collector_that_is_away_or_hangs_fails_no_request(start_server) -> None:
     """O17: requests are answered, and the server ends, whatever the collector does."""
     with socket.create_server(("127.0.0.1", 0)) as silent:  # accepts by its backlog and says nothing

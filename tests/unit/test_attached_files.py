@@ -71,6 +71,7 @@ def chat(lines: list[str], *options: str, orders: str = "") -> Any:
     return stoker(*words, stdin="".join(f"{line}\n" for line in lines))
 
 
+@pytest.mark.long
 def test_a_chat_takes_documents_and_recordings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """V9, V12: they go with the next turn, are said and saved; what cannot be read is not attached."""
     monkeypatch.chdir(tmp_path)

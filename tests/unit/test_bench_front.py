@@ -47,6 +47,7 @@ async def test_a_broken_stream_of_a_crowd_is_an_error(stand_in: StandIn, words: 
             await read_crowd(url, ASKED[:1], "m")
 
 
+@pytest.mark.long
 def test_the_front_is_measured_with_an_engine_that_computes_nothing(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -59,6 +60,7 @@ def test_the_front_is_measured_with_an_engine_that_computes_nothing(
     assert found["first_token_ms"] > 0
 
 
+@pytest.mark.long
 def test_the_front_is_measured_before_the_real_engine_where_a_model_is_named(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -212,6 +212,7 @@ def test_marks_come_before_the_first_node_of_the_device(tmp_path, monkeypatch):
     assert all(order[0] == "GET_ROWS" and "ARANGE" in order for order in orders)
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("few_streams")
 def test_the_bench_of_them_finds_steps_that_are_not_finite(tmp_path, monkeypatch):
     """B7: it counts them, and says where the first one was."""

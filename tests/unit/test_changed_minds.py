@@ -92,6 +92,7 @@ async def test_a_load_beside_an_unload_ends_with_the_model_there(runtime: Runtim
     await until_state(runtime, "ready")
 
 
+@pytest.mark.long
 async def test_a_program_that_ends_while_it_resumes_keeps_what_was_suspended(tmp_path: Path) -> None:
     """SPEC L2: until an engine serves again."""
     folder = tmp_path / "run"

@@ -141,6 +141,7 @@ def test_the_embedded_model_talks(folders):
         terminal.until("smollm2-135m-instruct: 2 answers")
 
 
+@pytest.mark.long
 def test_what_is_typed_while_it_answers_waits_in_the_input_line(talk):
     """I16: it is never echoed into the answer; Enter lets it wait for its turn, in order."""
     with talk(ANSWER, "Second answer.", "Third answer.", orders=SLOW) as terminal:
@@ -212,6 +213,7 @@ def test_without_colours_the_answer_is_the_text_of_the_model(talk, env):
         assert not STYLE.search(shown)
 
 
+@pytest.mark.long
 def test_what_is_typed_at_a_dumb_terminal_is_not_echoed_into_the_answer(talk):
     """I16: no cursor can be moved there, so nothing is echoed until the prompt stands again."""
     with talk(ANSWER, "Second answer.", orders=SLOW, env={"TERM": "dumb"}) as terminal:

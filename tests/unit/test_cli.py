@@ -240,6 +240,7 @@ def test_ctrl_c_ends_run_with_130(runtime: RuntimeStandIn) -> None:
     assert runtime.is_closed
 
 
+@pytest.mark.long
 def test_a_closed_pipe_ends_run_quietly() -> None:
     """I1: `stoker run ... | head -1` leaves no traceback."""
     code = (
@@ -268,6 +269,7 @@ def test_a_wrong_setting_is_named_before_anything_starts(runtime: RuntimeStandIn
     assert result.stderr.startswith("stoker: --threads: ")
 
 
+@pytest.mark.long
 def test_run_answers_through_a_real_engine() -> None:
     """SPEC I1, R9: the same seed gives the same answer from an engine process; nothing on stderr."""
     command = ("run", "Hi", "--model", "fake:", "--seed", "3", "--max-tokens", "8")

@@ -44,6 +44,7 @@ async def refusal(runtime: Runtime, model: str) -> StokerError:
     return caught.value
 
 
+@pytest.mark.long
 async def test_a_crash_before_the_first_progress_is_charged_to_the_load(tmp_path: Path) -> None:
     """L3: the engine had said that it began; after two the model is refused with the native text."""
     async with running(tmp_path, FAKE) as runtime:

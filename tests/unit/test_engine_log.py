@@ -55,6 +55,7 @@ def test_the_terminal_of_a_program_that_configures_no_log_stays_clean() -> None:
     assert said_by() == ""
 
 
+@pytest.mark.long
 def test_a_program_that_configures_its_log_gets_the_engines_too() -> None:
     """T13: Its warnings, and what native code prints, line by line."""
     lines = said_by("shown").splitlines()

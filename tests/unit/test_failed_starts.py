@@ -141,6 +141,7 @@ async def test_a_start_that_is_refused_something_is_tried_again_and_leaves_nothi
         assert children() - others == {host.pid}
 
 
+@pytest.mark.long
 async def test_a_connection_that_cannot_be_made_ends_the_child_that_was_started(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -183,6 +184,7 @@ def no_descriptor_left() -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
+@pytest.mark.long
 async def test_an_engine_is_started_though_no_descriptor_is_left() -> None:
     """L9: some are kept for that; killed and suspended again and again, there are always enough."""
 

@@ -518,6 +518,7 @@ def mutations(tiny: bytes, header_bytes: int, count: int) -> Iterator[bytes]:
         yield bytes(data)
 
 
+@pytest.mark.long
 def test_no_mutation_does_more_than_raise_a_typed_error(tiny: bytes, tmp_path: Path) -> None:
     """SPEC R1: 1,000 mutated headers are read or refused with a typed error, in bounded memory."""
     path = tmp_path / "m.gguf"

@@ -77,6 +77,7 @@ def test_a_reader_without_its_projector_is_offered_only_where_it_also_chats(pair
     assert llm_plugin._answers(file) is is_offered
 
 
+@pytest.mark.long
 def test_a_conversation_goes_on_and_schemas_are_kept_to(model):
     """I1, D2: system prompt once, options, usage; JSON of a schema."""
     conversation = model.conversation()

@@ -101,6 +101,7 @@ def test_the_journal_reads_a_priority_before_each_line(level: int, priority: int
     assert formatted == f"<{priority}>a\n<{priority}>b"
 
 
+@pytest.mark.long
 def test_a_command_shows_the_engines_warnings_only_where_they_are_asked_for(tmp_path: Path) -> None:
     """T13: `run` says one line; `--log-level` shows the log besides, `--log-file` keeps it."""
     file = tmp_path / "x.log"

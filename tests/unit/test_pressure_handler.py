@@ -1,5 +1,7 @@
 """What the engine does about a shortage of memory, rung by rung, and that it ends."""
 
+import pytest
+
 from memory_stand_in import MIB, Clock, Gate
 from stoker.ipc.events import Delta, Failed, Finished, Parked, PressureMoved, RungTaken
 from stoker.ipc.request import Priority
@@ -213,6 +215,7 @@ def test_idle_models_go_and_busy_and_pinned_ones_stay(make, monkeypatch):
     assert Rung.PARK_INTERACTIVE not in machine.rungs()
 
 
+@pytest.mark.long
 def test_the_last_rung_parks_everybody_and_all_go_on_after_the_calm(make, clock):
     """SPEC M4: models out, no request lost, newcomers wait."""
     machine = make()
@@ -294,6 +297,7 @@ def test_what_was_refused_for_want_of_memory_before_is_no_spin_while_all_stand_s
     assert machine.output("r") == make.alone(**LONG)
 
 
+@pytest.mark.long
 def test_two_squeezes_leave_no_trace(make, clock):
     """SPEC M3, M4: every stream has its whole text, and everything is as before."""
     machine = make()

@@ -79,6 +79,7 @@ def test_help_fits_a_terminal(words: list[str]) -> None:
     assert all(len(line) <= 80 for line in told.splitlines())
 
 
+@pytest.mark.long
 def test_ray_serve_is_told_the_site_and_what_is_equal_keeps_its_version(file: Path) -> None:
     """P32, P33: a change of the engine replaces replicas, one of the server doors, one of numbers nothing."""
     site = read_site(file)

@@ -161,6 +161,7 @@ async def all_stand_still(runtime: Runtime) -> None:
                 return
 
 
+@pytest.mark.long
 async def test_a_call_tells_how_far_it_is() -> None:
     """SPEC I4, Q14: class, deadline, place, what is done, and what that took."""
     async with running("fake:encoder=1,step_delay_s=0.05") as runtime:

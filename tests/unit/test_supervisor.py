@@ -179,6 +179,7 @@ async def test_four_streams_survive_a_kill_with_nothing_lost_or_repeated() -> No
         assert host.num_restarts == 1
 
 
+@pytest.mark.long
 async def test_ten_kills_in_a_row_lose_nothing_and_fail_no_request() -> None:
     """L3: a kill -9 from outside is not charged to a request."""
     async with hosting() as host:
@@ -638,6 +639,7 @@ async def test_a_paused_request_keeps_its_deadline() -> None:
         assert isinstance(await client.error(), RequestTimeoutError)
 
 
+@pytest.mark.long
 async def test_a_paused_request_is_not_charged_for_its_neighbours_crashes() -> None:
     """L3, Q17: it is in no step; the culprit alone fails."""
     async with hosting() as host:

@@ -36,6 +36,7 @@ def give_way(machine, clock):
     machine.until(lambda: machine.state("a") == "unloading")
 
 
+@pytest.mark.long
 def test_a_busy_model_finishes_what_runs_before_it_makes_room(make, clock):
     """SPEC R3: never under its requests; both get the text they would have had alone."""
     machine = make()
@@ -161,6 +162,7 @@ def test_a_model_stays_when_room_was_found_without_it(make, clock):
     assert machine.states("a") == ["loading", "ready", "unloading", "ready"]
 
 
+@pytest.mark.long
 def test_a_model_that_is_pinned_while_it_makes_room_stays(make, clock):
     """SPEC R3: pinned, never unloaded to make room; another one goes."""
     machine = make()

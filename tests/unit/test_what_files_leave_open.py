@@ -99,6 +99,7 @@ def test_a_familys_template_lays_turns_out_as_its_models_were_trained(template: 
     assert ChatTemplate(template, bos_text="<s>").render(TURNS) == expected
 
 
+@pytest.mark.long
 async def test_a_model_without_a_template_takes_no_conversation_until_it_is_given_one(tmp_path: Path) -> None:
     """The refusal names the setting; with it the same conversation is answered (D15)."""
     model = write_llama(tmp_path / "base.gguf")
@@ -191,6 +192,7 @@ def scores(ranking: Ranking) -> list[float]:
     return [found.score for found in sorted(ranking.results, key=lambda found: found.index)]
 
 
+@pytest.mark.long
 async def test_a_reranker_with_two_outputs_ranks_nothing_until_one_is_chosen(tmp_path: Path) -> None:
     """Never by the first one without a word; by the call, by the setting, or by its labels (D14)."""
     documents = ["the sun", "a bee", "the king"]

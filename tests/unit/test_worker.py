@@ -213,6 +213,7 @@ def test_a_process_whose_front_is_gone_ends_by_itself() -> None:
     process.end()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["socket.socketpair", "subprocess.Popen"])
 def test_without_a_free_descriptor_a_job_is_refused_and_the_next_is_done(
     pools: Pools, monkeypatch: pytest.MonkeyPatch, name: str
