@@ -103,21 +103,26 @@ class EventStream(Response):
         self._held = b""  # comments that came before the beginning
         self._opening = asyncio.Lock()
         self._opener: asyncio.Future[None] | None = None
+        self._beating: asyncio.Future[None] | None = None
         self._is_open = False
         self._was_silent = True
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send the stream until it ends or the client leaves."""
         self._send_body = scope.get("state", {}).get("send_body", send)
-        beat = asyncio.ensure_future(self._beat(send))
+        self._beating = asyncio.ensure_future(self._beat(send))
         try:
             with contextlib.suppress(ClientGoneError):
                 await while_connected(self._pump(send), receive)
         finally:
-            timers = [beat, *([self._opener] if self._opener else [])]
-            for timer in timers:
-                timer.cancel()
-            await asyncio.gather(*timers, return_exceptions=True)
+            await asyncio.gather(*self._stop_timers(), return_exceptions=True)
+
+    def _stop_timers(self) -> list[asyncio.Future[None]]:
+        """Cancel what would begin the answer by itself; gives what then ends."""
+        timers = [timer for timer in (self._beating, self._opener) if timer is not None]
+        for timer in timers:
+            timer.cancel()
+        return timers
 
     async def _pump(self, send: Send) -> None:
         try:
@@ -131,8 +136,7 @@ class EventStream(Response):
         except Exception as error:
             async with self._opening:  # the beat or the opener may be sending the headers
                 if not self._is_open:
-                    if self._opener is not None:
-                        self._opener.cancel()
+                    self._stop_timers()  # one that is due would begin it before the caller sees the error
                     raise
             failed = self._ending.fail(_info(error))
             await send({"type": "http.response.body", "body": failed, "more_body": True})
