@@ -55,6 +55,7 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
         help="measure this (repeatable); default: all",
     )
     add("--repeat", type=int, default=5, metavar="N", help="repetitions of each workload (default 5)")
+    add("--starts", type=int, metavar="N", help="starts of both servers for them (default: one each)")
     add("--seed", type=int, default=1, help="of the prompts of the first repetition (default 1)")
     add("--model", type=Path, help="GGUF file that both servers load (default: the embedded one)")
     add("--slots", type=int, default=8)
@@ -76,6 +77,10 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
         parser.error("--base compares Stoker with itself: neither --url nor --llama-server goes with it")
     if options.repeat < 1:
         parser.error("--repeat must be at least 1")
+    if options.starts is None:
+        options.starts = options.repeat
+    if not 1 <= options.starts <= options.repeat:
+        parser.error(f"--starts is at least 1 and at most --repeat, which is {options.repeat}")
     return options
 
 
@@ -84,7 +89,8 @@ def plan_of(options: argparse.Namespace) -> Plan:
     chosen = set(options.only or [*WORKLOADS, Swap.name, *FIGURES])
     workloads = tuple(kind() for name, kind in WORKLOADS.items() if name in chosen)
     seeds = range(options.seed, options.seed + options.repeat)
-    return Plan(workloads, frozenset(chosen & set(FIGURES)), seeds, has_swap=Swap.name in chosen)
+    figures = frozenset(chosen & set(FIGURES))
+    return Plan(workloads, figures, seeds, has_swap=Swap.name in chosen, num_starts=options.starts)
 
 
 async def run(options: argparse.Namespace, console: Console, base: Path | None = None) -> Report:

@@ -5,12 +5,15 @@ from __future__ import annotations
 import math
 from dataclasses import asdict, dataclass, replace
 from statistics import median, median_high, median_low
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from bench.company import is_disturbed
-from bench.stages import Stage
+from bench.stages import Stage, medians
 from bench.timeline import Timeline
 from bench.workloads.workload import Better, Judged, Metric
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,6 +120,23 @@ class Comparison:
     def num_disturbed(self) -> int:
         """Repetitions in which another process took a core from one of the two."""
         return sum(is_disturbed(turn.others_cores for turn in pair) for pair in self.turns)
+
+
+def joined(starts: Sequence[Comparison]) -> Comparison:
+    """One workload's repetitions of several starts of the same two servers, in order."""
+    *_, last = starts
+    return replace(
+        last,
+        series=tuple(_in_order(parts) for parts in zip(*(one.series for one in starts), strict=True)),
+        stages=tuple(medians(parts) for parts in zip(*(one.stages for one in starts), strict=True)),
+        turns=tuple(pair for one in starts for pair in one.turns),
+    )
+
+
+def _in_order(parts: Sequence[Series]) -> Series:
+    first = tuple(value for part in parts for value in part.first)
+    second = tuple(value for part in parts for value in part.second)
+    return Series(parts[0].metric, first, second)
 
 
 @dataclass(frozen=True, slots=True)

@@ -28,7 +28,7 @@ from bench.idle import IDLE_S, idle_cpu_percent
 from bench.machine import binary_version, describe_machine
 from bench.memory import held_after_work, memory_figures
 from bench.peers import LlamaServer, ServerProcess, Shape, StokerServer
-from bench.results import Comparison, Figure, Report
+from bench.results import Comparison, Figure, Report, joined
 from bench.swap_servers import LlamaRouter, StokerOfTwo, budget_for_one, copies_of, require_router
 from bench.target import Target
 from bench.workloads.swap import Swap
@@ -62,15 +62,27 @@ NUM_TAIL_CHARS = 1500
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What to measure. `figures` holds names out of `overhead`, `masks`, `eta`, `batch`, `idle` and `memory`.
+    """What to measure.
 
-    `has_swap`: the workload `swap` as well, whose servers are told otherwise than those of all others.
+    Attributes:
+        workloads: all but `swap`.
+        figures: names out of `overhead`, `masks`, `eta`, `batch`, `idle` and `memory`.
+        seeds: one a repetition.
+        has_swap: the workload `swap` as well, whose servers are told otherwise than those of all others.
+        num_starts: the repetitions of a workload are spread over so many starts of both servers.
     """
 
     workloads: tuple[Workload, ...]
     figures: frozenset[str]
     seeds: range
     has_swap: bool = False
+    num_starts: int = 1
+
+    @property
+    def seeds_by_start(self) -> tuple[range, ...]:
+        """Those of each start, in order; their numbers differ by one at most."""
+        num, starts = len(self.seeds), min(self.num_starts, len(self.seeds))
+        return tuple(self.seeds[num * i // starts : num * (i + 1) // starts] for i in range(starts))
 
 
 @dataclass(frozen=True, slots=True)
@@ -262,12 +274,15 @@ def _overhead_figures(way: dict[str, float | str]) -> list[Figure]:
 async def _run_plan(
     plan: Plan, contestants: Contestants | Commits, logs: Path, console: Console
 ) -> list[Comparison]:
-    """All workloads, with servers started anew for each shape."""
-    comparisons = []
+    """All workloads, with servers started anew for each shape, and within it as often as the plan says."""
+    comparisons: list[Comparison] = []
     for shape, workloads in _by_shape(plan.workloads, contestants.shape).items():
-        async with AsyncExitStack() as stack:
-            pair = await _start_pair(contestants, shape, logs, stack)
-            comparisons += await _run_workloads(workloads, pair, plan.seeds, console)
+        starts = []
+        for seeds in plan.seeds_by_start:
+            async with AsyncExitStack() as stack:
+                pair = await _start_pair(contestants, shape, logs, stack)
+                starts.append(await _run_workloads(workloads, pair, seeds, console))
+        comparisons += map(joined, zip(*starts, strict=True))
     return comparisons
 
 
@@ -375,6 +390,7 @@ def _settings(plan: Plan, contestants: Contestants | Commits) -> dict[str, str]:
     shape = contestants.shape
     return {
         **_plan_settings(plan),
+        "starts": f"{len(plan.seeds_by_start)} of both servers, the repetitions spread over them",
         "model": contestants.model.name,
         "slots": f"{shape.num_slots}",
         "context": f"{shape.ctx_size} tokens, shared by all slots",

@@ -250,7 +250,7 @@ def test_what_a_server_keeps_lies_in_a_folder_of_its_own() -> None:
 async def test_every_pair_of_servers_begins_with_an_empty_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """C9: both shapes of one run have their own, there while the servers run and gone after."""
+    """C9: both shapes of one run have their own at each start, there while the servers run and gone after."""
     folders: list[Path] = []
 
     class Started(StandInProcess):
@@ -273,7 +273,9 @@ async def test_every_pair_of_servers_begins_with_an_empty_folder(
     chosen = (WORKLOADS["single"](), WORKLOADS["exhaustion"]())
     contestants = session.Contestants(tmp_path / "m.gguf", tmp_path / "server", DEFAULT)
     async with serving(StandIn()) as address:
-        plan = Plan(chosen, frozenset(), range(1, 2))
-        await session.compare_started(plan, contestants, Console(quiet=True))
-    assert len(set(folders)) == 2
+        plan = Plan(chosen, frozenset(), range(1, 4), num_starts=2)
+        report = await session.compare_started(plan, contestants, Console(quiet=True))
+    assert len(set(folders)) == len(folders) == 2 * 2
+    assert [len(comparison.series[0].first) for comparison in report.comparisons] == [3, 3]
+    assert report.settings["starts"].startswith("2 of both")
     assert not any(folder.exists() for folder in folders)
