@@ -16,7 +16,15 @@ from stoker.settings import EngineSettings, ServerSettings
 
 OF_OTHER_PROGRAMS = {"moving.md"}
 """Pages that name routes and flags of other servers."""
-OF_THE_BENCHMARK = {"--costs", "--only", "--backend-sampling", "--budget", "--peer-dir", "--repeat"}
+OF_THE_BENCHMARK = {
+    "--costs",
+    "--only",
+    "--backend-sampling",
+    "--budget",
+    "--peer-dir",
+    "--repeat",
+    "--starts",
+}
 BESIDE_SETTINGS = {"STOKER_URL", "STOKER_API_KEY", "STOKER_DEBUG", "STOKER_CUDA_GRAPHS"}
 
 
