@@ -55,7 +55,7 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
         help="measure this (repeatable); default: all",
     )
     add("--repeat", type=int, default=5, metavar="N", help="repetitions of each workload (default 5)")
-    add("--starts", type=int, metavar="N", help="starts of both servers for them (default: one each)")
+    add("--starts", type=int, metavar="N", help="start both servers N times for them (default: for each)")
     add("--seed", type=int, default=1, help="of the prompts of the first repetition (default 1)")
     add("--model", type=Path, help="GGUF file that both servers load (default: the embedded one)")
     add("--slots", type=int, default=8)
@@ -77,6 +77,8 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
         parser.error("--base compares Stoker with itself: neither --url nor --llama-server goes with it")
     if options.repeat < 1:
         parser.error("--repeat must be at least 1")
+    if options.url and options.starts is not None:
+        parser.error("--starts is of servers that the benchmark starts: it does not go with --url")
     if options.starts is None:
         options.starts = options.repeat
     if not 1 <= options.starts <= options.repeat:

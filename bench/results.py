@@ -125,10 +125,11 @@ class Comparison:
 def joined(starts: Sequence[Comparison]) -> Comparison:
     """One workload's repetitions of several starts of the same two servers, in order."""
     *_, last = starts
+    stages = [one.stages for one in starts if one.stages]
     return replace(
         last,
         series=tuple(_in_order(parts) for parts in zip(*(one.series for one in starts), strict=True)),
-        stages=tuple(medians(parts) for parts in zip(*(one.stages for one in starts), strict=True)),
+        stages=tuple(medians(parts) for parts in zip(*stages, strict=True)),
         turns=tuple(pair for one in starts for pair in one.turns),
     )
 

@@ -70,6 +70,9 @@ class Plan:
         seeds: one a repetition.
         has_swap: the workload `swap` as well, whose servers are told otherwise than those of all others.
         num_starts: the repetitions of a workload are spread over so many starts of both servers.
+
+    Raises:
+        ValueError: there are fewer repetitions than starts, or no start.
     """
 
     workloads: tuple[Workload, ...]
@@ -78,10 +81,14 @@ class Plan:
     has_swap: bool = False
     num_starts: int = 1
 
+    def __post_init__(self) -> None:
+        if not 1 <= self.num_starts <= len(self.seeds):
+            raise ValueError(f"{len(self.seeds)} repetitions make no {self.num_starts} starts")
+
     @property
     def seeds_by_start(self) -> tuple[range, ...]:
         """Those of each start, in order; their numbers differ by one at most."""
-        num, starts = len(self.seeds), min(self.num_starts, len(self.seeds))
+        num, starts = len(self.seeds), self.num_starts
         return tuple(self.seeds[num * i // starts : num * (i + 1) // starts] for i in range(starts))
 
 
@@ -105,7 +112,7 @@ async def compare_started(plan: Plan, contestants: Contestants, console: Console
     with tempfile.TemporaryDirectory(prefix="bench-") as logs:
         comparisons = await _run_plan(plan, contestants, Path(logs), console)
         if plan.has_swap:
-            comparisons.append(await _compare_swaps(contestants, plan.seeds, Path(logs), console))
+            comparisons.append(await _compare_swaps(plan, contestants, Path(logs), console))
         figures += await _measure_servers(plan, contestants, Path(logs), console)
     machine[LlamaServer.label] = await asyncio.to_thread(binary_version, contestants.binary)
     settings = {
@@ -309,18 +316,22 @@ async def _start_pair(
     return await _start(contestants.servers(Path(cache_dir)), shape, logs, stack)
 
 
-async def _compare_swaps(contestants: Contestants, seeds: range, logs: Path, console: Console) -> Comparison:
+async def _compare_swaps(plan: Plan, contestants: Contestants, logs: Path, console: Console) -> Comparison:
     """Both servers with two copies of the model, side by side as ever."""
     shape, binary = contestants.shape, contestants.binary
     await asyncio.to_thread(require_router, binary)
     budget = await asyncio.to_thread(budget_for_one, contestants.model, shape)
     models = await asyncio.to_thread(copies_of, contestants.model, logs / "models")
-    servers = (StokerOfTwo(models, budget, logs / "swap-cache"), LlamaRouter(binary, models[0].parent))
     files = {model.stem: model for model in models}
     workload = Swap(lambda model, prompt: measure_bare_load(files[model], shape, prompt))
-    async with AsyncExitStack() as stack:
-        pair = await _start(servers, shape, logs, stack)
-        return (await _run_workloads([workload], pair, seeds, console))[0]
+    starts = []
+    for seeds in plan.seeds_by_start:
+        async with AsyncExitStack() as stack:
+            cache_dir = stack.enter_context(tempfile.TemporaryDirectory(prefix="swap-cache-", dir=logs))
+            servers = StokerOfTwo(models, budget, Path(cache_dir)), LlamaRouter(binary, models[0].parent)
+            pair = await _start(servers, shape, logs, stack)
+            starts += await _run_workloads([workload], pair, seeds, console)
+    return joined(starts)
 
 
 def _swap_setting(contestants: Contestants) -> str:

@@ -133,6 +133,9 @@ class EventStream(Response):
                         await self._send_body({"type": "http.response.body", "body": data, "more_body": True})
                     else:
                         await self._begin(data, send)
+        except asyncio.CancelledError:
+            self._stop_timers()  # the client left while they may have waited for the pump's sending
+            raise
         except Exception as error:
             async with self._opening:  # the beat or the opener may be sending the headers
                 if not self._is_open:
@@ -141,6 +144,7 @@ class EventStream(Response):
             failed = self._ending.fail(_info(error))
             await send({"type": "http.response.body", "body": failed, "more_body": True})
         await self._open(send)
+        self._stop_timers()  # no beat behind the end, however slowly that is taken
         await send({"type": "http.response.body", "body": self._ending.done, "more_body": False})
 
     async def _begin(self, data: bytes, send: Send) -> None:
