@@ -21,8 +21,9 @@ NUM_CELLS = 512
 TOLERANCE = 1e-4
 """Logits reach 30; adding B A x to W x rounds otherwise than (W + B A) x."""
 ROUNDING = 2e-2
-"""What a key, a value or a query may do that comes to lie on the other side of a rounding to bf16, as a last
-bit decides: one row in eighty meets one, on each processor others, and one of 9,000 moved further than this.
+"""What a key, a value or a query may do that comes to lie on the other side of a rounding, as a last bit
+decides: a few rows in a hundred meet one, on each processor others. By roundings to f16, which the cells have
+here, rows moved up to 9e-3; by those to bf16 one moved 3e-2, which is no bound.
 A scale wrong by a hundredth moves each row by 4e-2, one by a thousandth most by more than `TOLERANCE`."""
 BATCH_TOLERANCE = 5e-3
 """Products in f32 depend on the shape of the batch (docs/adr/0006)."""
@@ -58,7 +59,14 @@ def open_tiny(smoke_dir: Path) -> Callable[..., LlamaBackend]:
     def open_path(path: Path, adapters: dict[str, TinyAdapter] | None = None) -> LlamaBackend:
         given = tuple(AdapterSpec(name=name, path=str(a.path)) for name, a in (adapters or {}).items())
         spec = ModelSpec(
-            id="m", path=str(path), num_slots=4, n_ctx=NUM_CELLS, n_batch=128, num_threads=1, adapters=given
+            id="m",
+            path=str(path),
+            num_slots=4,
+            n_ctx=NUM_CELLS,
+            n_batch=128,
+            num_threads=1,
+            adapters=given,
+            kv_type="f16",
         )
         return load(spec, cache_dir=smoke_dir)
 

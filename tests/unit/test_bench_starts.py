@@ -22,14 +22,14 @@ def test_repetitions_are_spread_over_starts() -> None:
 
 @pytest.mark.parametrize("starts", ["0", "6"])
 def test_starts_without_a_repetition_are_refused(starts: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """X4: the message says the bounds."""
+    """O2: the message says the bounds."""
     with pytest.raises(SystemExit):
         parse_arguments(["--repeat", "5", "--starts", starts])
     assert "--starts is at least 1 and at most --repeat, which is 5" in capsys.readouterr().err
 
 
 def test_servers_that_run_are_not_started(capsys: pytest.CaptureFixture[str]) -> None:
-    """X4: what somebody else started is not said to be started anew."""
+    """O2: what somebody else started is not said to be started anew."""
     urls = ["--url", "http://a", "--label", "a", "--url", "http://b", "--label", "b"]
     with pytest.raises(SystemExit):
         parse_arguments([*urls, "--starts", "2"])
