@@ -401,7 +401,7 @@ def _settings(plan: Plan, contestants: Contestants | Commits) -> dict[str, str]:
     shape = contestants.shape
     return {
         **_plan_settings(plan),
-        "starts": f"{len(plan.seeds_by_start)} of both servers, the repetitions spread over them",
+        "starts": f"{plan.num_starts} of both servers, the repetitions spread over them",
         "model": contestants.model.name,
         "slots": f"{shape.num_slots}",
         "context": f"{shape.ctx_size} tokens, shared by all slots",

@@ -1,4 +1,4 @@
-"""How a streamed answer begins, when the timers that may begin it are due as its first event fails."""
+"""How a streamed answer begins and ends while the timers that may speak meanwhile fall due."""
 
 from __future__ import annotations
 
