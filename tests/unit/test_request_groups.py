@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
-from typing import Any
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from typing import Any, cast
 
 import pytest
 
@@ -25,8 +25,12 @@ from stoker.errors import (
     RequestNotFoundError,
     RequestTimeoutError,
 )
+from stoker.ipc.events import Finished
 from stoker.ipc.request import Priority
 from stoker.ipc.status import CallKind, GroupStatus
+from stoker.ipc.usage import Timings, Usage
+from stoker.tasks.backpressure import MAX_IN_FLIGHT
+from stoker.tasks.tensor_call import TaskRuntime, answers_of
 
 ENCODER = "fake:encoder=1,step_delay_s=0.005"
 RANKER = "fake:encoder=1,pooling=rank,step_delay_s=0.005"
@@ -282,6 +286,45 @@ async def test_a_request_that_comes_after_the_cancel_of_its_call_is_refused() ->
         with pytest.raises(RequestCancelledError, match="mine"):
             requests.submit(RequestRecord("mine-0", asked, 0.0, group=group))
     assert len(table) == 0
+
+
+class OneGroup:
+    """A runtime whose requests wait for the cancel of their call, and end one after the other."""
+
+    def __init__(self) -> None:
+        self.num_begun = self.num_ended = 0
+        self.is_full, self.cancelled = asyncio.Event(), asyncio.Event()
+
+    @contextmanager
+    def group(self, *call: Any) -> Iterator[RequestGroup]:
+        """One call."""
+        self.of_call = RequestGroup(*call, self._run)
+        yield self.of_call
+
+    async def _run(self, record: RequestRecord) -> AsyncGenerator[Any, None]:
+        self.num_begun += 1
+        turns = self.num_begun
+        if turns == MAX_IN_FLIGHT:
+            self.is_full.set()
+        await self.cancelled.wait()
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        self.num_ended += 1
+        yield Finished(request_id=record.request_id, usage=Usage(), timings=Timings())
+
+
+async def test_a_cancelled_call_ends_when_the_last_of_its_requests_has() -> None:
+    """SPEC I4, S5: the engine may tell the end of each by itself; those that had not begun never do."""
+    runtime, asked = OneGroup(), GenerateRequest(prompt="x", model="m")
+    work = asyncio.ensure_future(
+        answers_of(cast("TaskRuntime", runtime), CallKind.EMBED, [asked] * 500, KnownAs("mine"))
+    )
+    await runtime.is_full.wait()
+    runtime.of_call.is_cancelled = True
+    runtime.cancelled.set()
+    with pytest.raises(RequestCancelledError, match="mine was cancelled with 0 of 500 done"):
+        await work
+    assert runtime.num_ended == runtime.num_begun == MAX_IN_FLIGHT
 
 
 async def test_an_id_may_be_used_again_as_soon_as_its_call_has_ended() -> None:

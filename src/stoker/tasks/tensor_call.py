@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 from stoker.chat.conversation import NO_TOOLS, ToolOffer
 from stoker.client.requests.group import KnownAs, RequestGroup
-from stoker.errors import EngineError
+from stoker.errors import EngineError, RequestCancelledError
 from stoker.images.intake import Intake
 from stoker.ipc.events import Finished, StateReady
 from stoker.ipc.model import ModelInfo
@@ -65,7 +65,7 @@ async def answers_of(
     """What each request asked for with `state_output`, in their order; `timeout_s` is for all together.
 
     Raises:
-        RequestCancelledError: the call was cancelled by its id.
+        RequestCancelledError: the call was cancelled by its id; none of its requests is live any more.
         StokerError: one failed; the others are cancelled.
     """
     if not requests:
@@ -77,7 +77,10 @@ async def answers_of(
                 tasks = [tasks_of_call.create_task(call.answer(request)) for request in requests]
         except ExceptionGroup as failures:
             raise failures.exceptions[0] from None
-        return [task.result() for task in tasks]
+        answers = [answer for task in tasks if (answer := task.result()) is not None]
+        if len(answers) < len(tasks):
+            raise group.cancelled_error()
+        return answers
 
 
 class _TensorCall:
@@ -87,9 +90,17 @@ class _TensorCall:
         self._group = group
         self._pressure = Backpressure()
 
-    async def answer(self, request: GenerateRequest) -> Answered:
-        """What one request comes back with."""
-        return await self._pressure.run(partial(self._ask, request))
+    async def answer(self, request: GenerateRequest) -> Answered | None:
+        """What one request comes back with; None: the call was cancelled.
+
+        An error would end the others before the engine has told the end of each.
+        """
+        try:
+            return await self._pressure.run(partial(self._ask, request))
+        except RequestCancelledError:
+            if not self._group.is_cancelled:
+                raise
+            return None
 
     async def _ask(self, request: GenerateRequest) -> Answered:
         ready: StateReady | None = None
