@@ -25,7 +25,7 @@ from stoker.errors import (
     StepFailedError,
     UnsupportedError,
 )
-from stoker.ipc.model import AdapterSpec, KVLayout, ModelSpec
+from stoker.ipc.model import AdapterSpec, FlashAttention, KVLayout, ModelSpec
 from stoker.models.folders.folder import ModelFolder
 from stoker.models.reader import LoadContext
 
@@ -265,6 +265,8 @@ def test_what_is_missing_is_refused_by_name(tmp_path: Path, llama: MlxBackend) -
     path = tiny_folder(tmp_path / "m")
     with pytest.raises(UnsupportedError, match="streams"):
         loaded(path, kv_layout=KVLayout.STREAMS)
+    with pytest.raises(UnsupportedError, match="without flash attention"):
+        loaded(path, flash_attention=FlashAttention.OFF)
     with pytest.raises(UnsupportedError, match="f32, q8_0, q4_0"):
         loaded(path, kv_type="f16")
     with pytest.raises(UnsupportedError, match="nothing beside"):

@@ -30,7 +30,7 @@ from stoker.errors import (
     StepFailedError,
     UnsupportedError,
 )
-from stoker.ipc.model import AdapterSpec, ModelSpec
+from stoker.ipc.model import AdapterSpec, FlashAttention, ModelSpec
 from stoker.models.reader import LoadContext
 
 pytest.importorskip("MNN", reason="MNN is not installed (the mnn extra)")
@@ -186,6 +186,7 @@ def test_it_says_what_it_can_and_refuses_the_rest(mnn: MnnBackend, spec: ModelSp
         ({"adapters": (AdapterSpec(name="a", path="a.gguf"),)}, "LoRA"),
         ({"kv_type": "q8_0"}, "q8_0"),
         ({"draft_path": "x"}, "draft"),
+        ({"flash_attention": FlashAttention.OFF}, "flash_attention off"),
     ):
         asked = ModelSpec(id="tiny", path=spec.path, **changes)
         with pytest.raises(UnsupportedError, match=name):

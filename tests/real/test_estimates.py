@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from stoker.ipc.model import ModelSpec
+from stoker.ipc.model import FlashAttention, ModelSpec, Repeatable
 from stoker.models.memory_estimate.estimate import estimator_of
 from stoker.models.memory_estimate.fit import Estimate
 from tiny_models import TINY, write_bert, write_llama, write_t5
@@ -82,8 +82,11 @@ def test_the_default_model_takes_what_was_estimated(probe: Probe, changes: dict[
 @pytest.mark.long
 @pytest.mark.parametrize(
     "changes",
-    [{}, {"n_ctx": 16384}, {"n_batch": 2048, "num_slots": 1}, {"num_slots": 32}],
-    ids=["as usual", "longer", "large steps", "many slots"],
+    [
+        *({}, {"n_ctx": 16384}, {"n_batch": 2048, "num_slots": 1}, {"num_slots": 32}),
+        {"n_ctx": 16384, "flash_attention": FlashAttention.OFF, "repeatable": Repeatable.OFF},
+    ],
+    ids=["as usual", "longer", "large steps", "many slots", "without flash attention"],
 )
 def test_a_small_decoder_takes_what_was_estimated(
     probe: Probe, tmp_path: Path, changes: dict[str, Any]

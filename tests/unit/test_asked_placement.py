@@ -10,7 +10,7 @@ import pytest
 
 from stoker.client.models.specs import ModelSource
 from stoker.errors import InvalidRequestError
-from stoker.ipc.model import ModelSpec, PlacementSpec, SplitMode
+from stoker.ipc.model import FlashAttention, ModelSpec, PlacementSpec, SplitMode
 from stoker.runtime import Runtime
 from stoker.settings import EngineSettings
 from stoker.tasks.fields import load_fields, spec_changes
@@ -30,7 +30,8 @@ def test_a_load_changes_what_it_names_and_leaves_the_rest() -> None:
     assert found.placement == PlacementSpec(
         gpu_layers=20, device=("CUDA0", "1"), split_mode=SplitMode.ROW, tensor_split=(3.0, 1.0), mmap=False
     )
-    assert found.kv_type == "f16"
+    assert (found.kv_type, found.flash_attention) == ("f16", FlashAttention.AUTO)
+    assert changed(flash_attention="off").flash_attention is FlashAttention.OFF
 
 
 @pytest.mark.parametrize(("num_bits", "kv_type"), [(4, "q4_0"), (8, "q8_0"), (16, "")])

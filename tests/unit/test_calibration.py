@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -114,11 +115,13 @@ async def test_what_cannot_be_loaded_or_is_hopeless_is_not_tried_again() -> None
 def test_what_makes_no_difference_or_is_set_is_not_tried() -> None:
     """SPEC R16: threads beside a device, layers without one, experts all in memory, what is given."""
     names = [each.name for each in dimensions(LOOK, {"n_batch", "ctx_size"})]
-    assert names == ["threads", "kv_type", "speculation"]
+    assert names == ["threads", "kv_type", "flash_attention", "speculation"]
+    repeatable = dimensions(replace(LOOK, is_repeatable=True), ())
+    assert "flash_attention" not in {each.name for each in repeatable}
     beside = ModelLook(num_threads=2, has_device=True, expert_budget=2**20)
     found = {each.name: each.values for each in dimensions(beside, ())}
     assert (found["gpu_layers"], found["expert_budget"]) == ((0,), (2**19,))
-    assert "threads" not in found
+    assert found.keys().isdisjoint({"threads", "flash_attention"})
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ import pytest
 from gguf_files import HEADS, SHARED_HEADS, WIDTH, TinyModel
 
 from stoker.errors import ModelFileError, UnsupportedError
-from stoker.ipc.model import ModelSpec, PlacementSpec, SplitMode
+from stoker.ipc.model import FlashAttention, ModelSpec, PlacementSpec, SplitMode
 from stoker.models.gguf.header import read_header
 from stoker.models.memory_estimate import shares
 from stoker.models.memory_estimate.estimate import SPARE_SEQUENCES, estimator, estimator_of, num_sequences
@@ -125,6 +125,19 @@ def test_quantised_cells_are_offered_where_heads_are_whole_blocks(tmp_path: Path
     assert narrow(spec()).smaller_kv_types == ()
     assert wide(spec()).smaller_kv_types == ("q8_0",)
     assert wide(spec(kv_type="q8_0")).smaller_kv_types == ()
+
+
+def test_without_flash_attention_the_scores_of_every_head_are_counted(tmp_path: Path) -> None:
+    """SPEC R1, R2, C21: floats of every token and cell, wider masks; no quantised cells."""
+    changes = {f"llama.attention.{part}_length": np.uint32(32) for part in ("key", "value")}
+    path = TinyModel(changes=changes).write(tmp_path / "m.gguf")
+    fused, off = (
+        estimator_of(path)(spec(n_batch=512, flash_attention=each))
+        for each in (FlashAttention.AUTO, FlashAttention.OFF)
+    )
+    least = 1024 * 512 * (HEADS * 4 + 2)
+    assert least <= off.lines["compute"] - fused.lines["compute"] <= 1.1 * least
+    assert (fused.smaller_kv_types, off.smaller_kv_types) == (("q8_0",), ())
 
 
 def test_windows_keep_quantised_cells_away(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from msgspec.structs import replace
 
 from stoker.backends.device import CPU
 from stoker.errors import InvalidRequestError
-from stoker.ipc.model import NO_DEVICE, KVLayout, SplitMode
+from stoker.ipc.model import NO_DEVICE, FlashAttention, KVLayout, SplitMode
 from stoker.wording import count_text
 
 if TYPE_CHECKING:
@@ -32,9 +32,11 @@ def placed(spec: ModelSpec, changes: PlacementChanges) -> ModelSpec:
     given.pop("backend", None)
     kv_type = given.pop("kv_type", spec.kv_type) or ""
     kv_layout = KVLayout(given.pop("kv_layout", spec.kv_layout))
+    flash_attention = FlashAttention(given.pop("flash_attention", spec.flash_attention))
     if mode := given.get("split_mode"):
         given["split_mode"] = SplitMode(mode)
-    return replace(spec, kv_type=kv_type, kv_layout=kv_layout, placement=replace(spec.placement, **given))
+    cells = {"kv_type": kv_type, "kv_layout": kv_layout, "flash_attention": flash_attention}
+    return replace(spec, **cells, placement=replace(spec.placement, **given))
 
 
 def chosen_devices(placement: PlacementSpec, devices: Sequence[Device]) -> tuple[Device, ...]:

@@ -36,7 +36,7 @@ from stoker.backends.protocol.extensions import Extensions
 from stoker.backends.protocol.scoring import ScoringLane
 from stoker.backends.threads import num_physical_cores
 from stoker.errors import ModelLoadError, UnsupportedError
-from stoker.ipc.model import STEPPED, KVLayout, Repeatable
+from stoker.ipc.model import STEPPED, FlashAttention, KVLayout, Repeatable
 from stoker.models.fingerprint import fingerprint
 from stoker.models.gguf.header import read_header
 from stoker.models.gguf.tensor_types import ROW_BY_ROW
@@ -457,8 +457,10 @@ def _context_options(spec: ModelSpec, model: LlamaModel, layout: KVLayout) -> Co
     """Limits for the slots asked for, with sequences to spare for prefixes that no slot runs."""
     spec = msgspec.structs.replace(spec, kv_layout=layout)
     key_type, has_streams = _key_type(spec, model), layout is KVLayout.STREAMS
+    _require_flash_attention(spec, key_type, is_on_cpu=not model.devices)
     is_repeatable = key_type is not KeyType.F16 and spec.repeatable is not Repeatable.OFF
-    keeps_order = is_repeatable and not model.devices and _has_one_position_a_cell(spec, model)
+    is_fused = spec.flash_attention is not FlashAttention.OFF
+    keeps_order = is_repeatable and is_fused and not model.devices and _has_one_position_a_cell(spec, model)
     n_ctx_train, on_device = model.n_ctx_train, STREAMS_BATCH if has_streams else DEVICE_BATCH
     return ContextOptions(
         num_cells=stream_cells(spec, n_ctx_train) if has_streams else spec.pool_cells or n_ctx_train,
@@ -467,6 +469,7 @@ def _context_options(spec: ModelSpec, model: LlamaModel, layout: KVLayout) -> Co
         num_sequences=num_sequences(spec.num_slots, layout),
         num_threads=_num_threads(spec, model),
         key_type=key_type,
+        flash_attention=spec.flash_attention,
         keeps_order=keeps_order and not has_streams,
         has_streams=has_streams,
         offloads_cells=spec.placement.kv_offload,
@@ -505,16 +508,29 @@ def _key_type(spec: ModelSpec, model: LlamaModel) -> KeyType:
     if not spec.kv_type:
         return KeyType.BF16 if not model.devices and _is_asked_alike(spec, model) else KeyType.F16
     try:
-        return KeyType(spec.kv_type)
+        found = KeyType(spec.kv_type)
     except ValueError:
         known = ", ".join(KeyType)
         raise UnsupportedError(f"cells of type {spec.kv_type!r} are not known; {known} are") from None
+    return found
+
+
+def _require_flash_attention(spec: ModelSpec, key_type: KeyType, *, is_on_cpu: bool) -> None:
+    """Raises UnsupportedError where it is off and what else was asked for takes it."""
+    if spec.flash_attention is not FlashAttention.OFF:
+        return
+    if key_type.is_quantised:
+        text = f"cells of {key_type} take flash attention: without it, say kv_type = f16"
+        raise UnsupportedError(text, param="flash_attention")
+    if is_on_cpu and spec.repeatable is Repeatable.ON:
+        text = "repeatable answers take flash attention: without it, say repeatable = auto or off"
+        raise UnsupportedError(text, param="flash_attention")
 
 
 def _is_repeatable(header: GgufHeader, model: LlamaModel, context: LlamaContext) -> bool:
     """Whether rows have the same bits in steps of any shape, floats in the weights aside."""
     is_alike = context.is_in_order and context.key_type is not KeyType.F16 and not model.devices
-    return is_alike and header.tensor_types <= ROW_BY_ROW
+    return is_alike and context.flash_attention != "off" and header.tensor_types <= ROW_BY_ROW
 
 
 def _is_asked_alike(spec: ModelSpec, model: LlamaModel) -> bool:

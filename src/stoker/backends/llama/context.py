@@ -47,6 +47,7 @@ from stoker.errors import (
     StepMemoryError,
     UnsupportedError,
 )
+from stoker.ipc.model import FlashAttention
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -76,6 +77,7 @@ class LlamaContext:
         has_streams: each sequence has cells of its own.
         is_in_order: the cells of a sequence lie in the order of its tokens.
         is_off_host: reading a state takes time.
+        flash_attention: "on", "off", or "auto" where the library did not say.
         capacity: tokens that one sequence may hold.
         num_cells: tokens that all may hold together.
         n_batch, n_ubatch: tokens of a step, and of those that are computed at once.
@@ -120,9 +122,7 @@ class LlamaContext:
         self.n_batch: int = min(options.n_batch, llama.llama_n_batch(self.handle))
         self.n_ubatch: int = min(self.n_batch, llama.llama_n_ubatch(self.handle))
         self.lengths = Lengths(options.num_sequences, model.vocabulary.n_vocab, self.n_batch)
-        self.flash_attention = "on" if self.key_type.is_quantised else _flash_attention(lines)
-        if not options.is_fused:
-            self.flash_attention = "off"
+        self.flash_attention = _flash_attention(options, lines)
         self._buffers = buffer_bytes(lines, model.devices)
         self._cells = self._open_cells(options)
         # A state that no token made needs a position of its own; recurrent models do not look at positions.
@@ -510,7 +510,12 @@ class _Decoding:
         return self.found[1]
 
 
-def _flash_attention(lines: list[LogLine]) -> str:
+def _flash_attention(options: ContextOptions, lines: list[LogLine]) -> str:
+    """What was asked for; else what the library says, which quantised cells leave no choice."""
+    if options.flash_attention is not FlashAttention.AUTO:
+        return str(options.flash_attention)
+    if options.key_type.is_quantised:
+        return "on"
     for line in lines:
         if found := _FLASH_ATTENTION.search(line.text):
             return "on" if found[1] == "enabled" else "off"

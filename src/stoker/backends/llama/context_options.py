@@ -7,11 +7,11 @@ from enum import StrEnum
 from typing import Any
 
 from stoker.backends.llama.binding import llama
+from stoker.ipc.model import FlashAttention
 
 CELL_ROUNDING = 256
 """The library rounds the cells of a pool, and of each stream, up to a multiple of this."""
-_FLASH_ATTENTION_AUTO = -1
-_FLASH_ATTENTION_OFF = 0
+_NATIVE_FLASH_ATTENTION = {FlashAttention.AUTO: -1, FlashAttention.OFF: 0, FlashAttention.ON: 1}
 _POOLING_NONE = 0  # a hidden state is one token's
 
 
@@ -53,7 +53,7 @@ class ContextOptions:
         num_sequences: sequences that may exist at once, at most 256; 255 in streams or in order.
         num_threads: CPU threads of a step.
         key_type: element type of the cached keys; it decides that of the values.
-        is_fused: attention may be one operation (flash attention), which rounds what it reads to f16.
+        flash_attention: attention as one operation, which rounds what it reads to f16.
         keeps_order: the cells of a sequence always lie in the order of its tokens; in streams they do.
         has_streams: each sequence has cells of its own, instead of one pool for all.
         is_off_host: cells lie in a device's memory: how long an export takes is found out before, and streams
@@ -69,7 +69,7 @@ class ContextOptions:
     num_threads: int
     n_ubatch: int = 0
     key_type: KeyType = KeyType.F16
-    is_fused: bool = True
+    flash_attention: FlashAttention = FlashAttention.AUTO
     keeps_order: bool = False
     draws: bool = False
     has_streams: bool = False
@@ -102,7 +102,7 @@ class ContextOptions:
         params.n_threads = params.n_threads_batch = self.num_threads
         params.type_k = _NATIVE_TYPES[self.key_type]
         params.type_v = _NATIVE_TYPES[self.key_type.value_type]
-        params.flash_attn_type = _FLASH_ATTENTION_AUTO if self.is_fused else _FLASH_ATTENTION_OFF
+        params.flash_attn_type = _NATIVE_FLASH_ATTENTION[self.flash_attention]
         params.offload_kqv = self.offloads_cells
         params.kv_unified = not self.has_streams  # one pool, cells shared between sequences
         params.pooling_type = _POOLING_NONE

@@ -27,7 +27,7 @@ from stoker.backends.protocol.backend import BatchPlan, Computed, Conditioning, 
 from stoker.backends.protocol.extensions import Extensions
 from stoker.backends.threads import num_physical_cores
 from stoker.errors import ModelLoadError, StepFailedError, StokerError, UnsupportedError
-from stoker.ipc.model import ModelClass
+from stoker.ipc.model import FlashAttention, ModelClass
 from stoker.models.gguf.header import read_header
 from stoker.models.seq2seq import STEP_TOKENS, check_one_slot, num_cells
 
@@ -198,7 +198,8 @@ def _context_options(spec: ModelSpec, header: GgufHeader) -> ContextOptions:
         n_batch=cells,
         num_sequences=1,
         num_threads=spec.num_threads or num_physical_cores(),
-        is_fused=False,  # only the reading of the source could be: it would be several times less exact
+        # Only the reading of the source could be one operation: it would be several times less exact.
+        flash_attention=FlashAttention.OFF,
     )
 
 

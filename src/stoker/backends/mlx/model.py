@@ -18,7 +18,7 @@ from stoker.backends.mlx.vision.vision import open_vision
 from stoker.backends.protocol.backend import Capabilities
 from stoker.backends.threads import num_physical_cores
 from stoker.errors import UnsupportedError
-from stoker.ipc.model import KVLayout
+from stoker.ipc.model import FlashAttention, KVLayout
 from stoker.models.memory_estimate.estimate import num_sequences
 from stoker.models.reader import LoadContext
 
@@ -75,6 +75,7 @@ def _refuse(spec: ModelSpec) -> None:
         "images (a projector)": spec.projector is not None,
         "a draft model": bool(spec.draft_path),
         "streams of cells": spec.kv_layout is KVLayout.STREAMS,
+        "attention without flash attention": spec.flash_attention is FlashAttention.OFF,
         "layers on several devices": isinstance(place.gpu_layers, int) or bool(place.tensor_split),
     }
     refused = [what for what, is_asked in asked.items() if is_asked]

@@ -12,7 +12,7 @@ from stoker.backends.protocol.backend import BatchPlan, Capabilities, Computed, 
 from stoker.backends.protocol.extensions import NO_EXTENSIONS
 from stoker.backends.threads import num_physical_cores
 from stoker.errors import ModelLoadError, PoolFullError, StepFailedError, StokerError, UnsupportedError
-from stoker.ipc.model import ModelClass
+from stoker.ipc.model import FlashAttention, ModelClass
 
 if TYPE_CHECKING:
     from stoker.backends.mnn.folder import MnnFolder
@@ -137,6 +137,7 @@ def refuse_unsupported(spec: ModelSpec) -> None:
         "mmproj": (spec.projector is not None, "a projector: MNN's binding gives no way to hand it images"),
         "kv_type": (spec.kv_type not in {"", "f32"}, f"cells of {spec.kv_type}: its own are f32"),
         "draft_model": (bool(spec.draft_path), "a draft model"),
+        "flash_attention": (spec.flash_attention is FlashAttention.OFF, "flash_attention off"),
     }
     for param, (is_asked, what) in asked.items():
         if is_asked:

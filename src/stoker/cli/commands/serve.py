@@ -23,8 +23,8 @@ PANELS = {
     "Models": """models slots ctx_size kv_cells lora draft_model speculation keep_alive default_max_tokens
         chat_template thinking rerank_output restore models_dir allow_downloads""",
     "Computing": "threads n_batch calibrated repeatable isolation watchdog_s heat_trace",
-    "Devices": """backend gpu_layers device split_mode tensor_split main_gpu cpu_moe kv_type kv_layout mmap
-        kv_offload expert_budget placement device_lease""",
+    "Devices": """backend gpu_layers device split_mode tensor_split main_gpu cpu_moe kv_type kv_layout
+        flash_attention mmap kv_offload expert_budget placement device_lease""",
     "Memory": "memory_limit memory_margin park_bytes",
     "Cache": """cache_mode cache_ram_bytes cache_disk_bytes prefix_store prefix_store_bytes
         prefix_store_ttl_s cache_dir states_dir""",

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 from msgspec.structs import replace
 
 from stoker.errors import UnsupportedError
-from stoker.ipc.model import KVLayout, ModelClass
+from stoker.ipc.model import FlashAttention, KVLayout, ModelClass
 from stoker.models.gguf.bounded_file import GgufArray
 from stoker.models.gguf.header import read_header
 from stoker.models.gguf.tensor_types import TENSOR_TYPES
@@ -45,12 +45,14 @@ MAX_TEXTS = 64
 
 _CELL_ROUNDING = 256  # llama_context rounds n_ctx, the cache for windows its own size
 _FLOAT_BYTES = 4
-_MASK_BYTES = 2  # attention masks are f16
+_MASK_BYTES = 2  # masks of flash attention are f16
+_SCORES_MASK_BYTES = 4  # others are f32, as the scores
 _TYPE_SIZES = {each.name.lower(): each.block_bytes / each.block_elements for each in TENSOR_TYPES.values()}
 _DEFAULT_KV_TYPE = "f16"  # bf16 takes the same
 _QUANTISED_BLOCK = 32
 _SMALLER_KV_TYPES = ("q8_0",)
 _WITHOUT_FLASH = frozenset({"grok"})
+_CAPPED_COPIES = 2  # of the scores of all heads, where they are capped
 _BIASED_COPIES = 3  # of the scores of all heads, where attention adds a number for each distance
 _SOURCE_COPIES = 1  # of what a layer makes of the source, beside the tokens that ask
 
@@ -124,6 +126,7 @@ class _Shape:
     num_tokens: int
     num_rows: int
     num_threads: int
+    is_fused: bool = True
 
     @property
     def num_rounded(self) -> int:
@@ -241,6 +244,7 @@ class _Model:
             num_tokens=tokens,
             num_rows=tokens,
             num_threads=spec.num_threads or os.cpu_count() or 1,
+            is_fused=spec.flash_attention is not FlashAttention.OFF,
         )
 
     def _encoder_shape(self, spec: ModelSpec) -> _Shape:
@@ -284,7 +288,8 @@ class _Model:
     def _masks(self, shape: _Shape) -> int:
         if not self._has_attention or self._reads_sources:
             return 0
-        return shape.num_rounded * (shape.cells + shape.window_cells * bool(self.layers.window)) * _MASK_BYTES
+        cells = shape.cells + shape.window_cells * bool(self.layers.window)
+        return shape.num_rounded * cells * (_MASK_BYTES if shape.is_fused else _SCORES_MASK_BYTES)
 
     def _inputs(self, shape: _Shape) -> int:
         """What the host hands to devices: masks and embeddings of a step."""
@@ -301,9 +306,15 @@ class _Model:
             scores = max(_BIASED_COPIES * shape.cells, source)
             layer += tokens * scores * self.layers.num_heads * _FLOAT_BYTES
             layer += _SOURCE_COPIES * source * self.widths.layer * _FLOAT_BYTES
-        if self.header.architecture in _WITHOUT_FLASH:
-            layer += 2 * tokens * shape.cells * self.layers.num_heads * _FLOAT_BYTES
+        if self._has_attention and not self._reads_sources:
+            layer += self._score_copies(shape) * tokens * shape.cells * self.layers.num_heads * _FLOAT_BYTES
         return int(_FRAGMENTS * (masks + layer))
+
+    def _score_copies(self, shape: _Shape) -> int:
+        """How often every token's scores of every cell are there at once; flash attention keeps none."""
+        if self.header.architecture in _WITHOUT_FLASH:
+            return _CAPPED_COPIES
+        return 0 if shape.is_fused else 1
 
     def _logits_compute(self, shape: _Shape) -> int:
         logits = shape.num_rows * self.widths.vocabulary * _FLOAT_BYTES
@@ -355,6 +366,7 @@ class _Model:
             not (self._is_encoder or self._reads_sources)
             and self.layers.keeps_every_cell
             and self.header.architecture not in _WITHOUT_FLASH
+            and spec.flash_attention is not FlashAttention.OFF
             and all(width and width % _QUANTISED_BLOCK == 0 for width in self.layers.head_widths)
         )
         now = _element_bytes(spec.kv_type)

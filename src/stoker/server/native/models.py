@@ -35,8 +35,8 @@ class LoadModelRequest(ModelRequest):
         keep_alive: seconds, or such as `10m`, that it stays after its last request; negative: for good.
         ctx_size: tokens that one request may use; of a pool of cells all its slots share them.
         slots: requests that run on it at once.
-        gpu_layers, device, split_mode, tensor_split, main_gpu, cpu_moe, kv_type, kv_layout, mmap, kv_offload,
-            expert_budget: where it lies, as the settings of the same names.
+        gpu_layers, device, split_mode, tensor_split, main_gpu, cpu_moe, kv_type, kv_layout, flash_attention,
+            mmap, kv_offload, expert_budget: where it lies, as the settings of the same names.
         backend: what computes it from now on; "auto": the first that reads it and works here.
         kv_bits: 4, 8 or 16: the same as kv_type q4_0, q8_0 and what the device takes by itself.
     """
@@ -58,6 +58,9 @@ class LoadModelRequest(ModelRequest):
     kv_type: Literal["f16", "bf16", "q8_0", "q4_0"] | None = None
     kv_bits: Literal[4, 8, 16] | None = None
     kv_layout: Literal["auto", "pool", "streams"] | None = None
+    flash_attention: Literal["auto", "on", "off"] | None = Field(
+        None, validation_alias=AliasChoices("flash_attention", "flash_attn")
+    )
     mmap: bool | None = None
     kv_offload: bool | None = None
     expert_budget: Bytes | None = None

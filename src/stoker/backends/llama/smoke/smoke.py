@@ -29,7 +29,7 @@ from stoker.backends.llama.model import ModelOptions
 from stoker.backends.llama.smoke.key_cost import MOST_COST, KeyCost
 from stoker.backends.trial.children import run_child
 from stoker.errors import ErrorInfo, LoadCrashedError, ModelLoadError, error_from_info
-from stoker.ipc.model import ANYWHERE, ModelClass, PlacementSpec, Repeatable
+from stoker.ipc.model import ANYWHERE, FlashAttention, ModelClass, PlacementSpec, Repeatable
 from stoker.models.gguf.header import read_header
 from stoker.models.gguf.tensor_types import ROW_BY_ROW
 from stoker.models.placement import chosen_devices
@@ -381,7 +381,8 @@ def _repeatable_cost(
     spec: ModelSpec, header: GgufHeader, setting: SmokeSetting, folder: Path, on_wait: Callable[[], None]
 ) -> float | None:
     """What repeatable texts cost, measured in a child or remembered; None: not known, or not asked."""
-    is_asked = spec.repeatable is Repeatable.AUTO and not spec.kv_type and not spec.placement.streams_experts
+    has_choice = not spec.kv_type and spec.flash_attention is not FlashAttention.OFF
+    is_asked = spec.repeatable is Repeatable.AUTO and has_choice and not spec.placement.streams_experts
     is_on_devices = setting.offloads and chosen_devices(spec.placement, accelerators())
     can_be = header.model_class is ModelClass.DECODER and header.tensor_types <= ROW_BY_ROW
     if not is_asked or is_on_devices or not can_be:

@@ -1,0 +1,92 @@
+"""Attention as one operation or as products of matrices: what each can, and that states stay whole."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from stoker.backends.llama.backend import LlamaBackend, load
+from stoker.backends.llama.binding import accelerators
+from stoker.backends.protocol.backend import BatchPlan, PlanItem
+from stoker.errors import InvalidRequestError, UnsupportedError
+from stoker.ipc.model import FlashAttention, ModelSpec, Repeatable
+
+pytestmark = pytest.mark.skipif(bool(accelerators()), reason="an accelerator has keys of its own")
+PROMPT = tuple(range(3, 103))
+NUM_BESIDE = 40
+
+
+def opened(path: Path, folder: Path, flash_attention: FlashAttention, **fields: Any) -> LlamaBackend:
+    """The model with that kind of attention."""
+    given = {"n_ctx": 1024, "num_slots": 2, "n_batch": 256, "num_threads": 1} | fields
+    given.setdefault("repeatable", Repeatable.AUTO)
+    spec = ModelSpec(id="m", path=str(path), flash_attention=flash_attention, **given)
+    return load(spec, cache_dir=folder)
+
+
+def beside_each_other(backend: LlamaBackend) -> np.ndarray:
+    """The last rows of two texts that grow in the same steps, so that the cells of each lie apart."""
+    starts = (PROMPT, PROMPT[50:])
+    backend.launch(BatchPlan(tuple(PlanItem(seq, 0, text, 0) for seq, text in enumerate(starts)))).rows()
+    for at in range(NUM_BESIDE):
+        items = tuple(PlanItem(seq, len(text) + at, (7 + at,), 1) for seq, text in enumerate(starts))
+        rows = backend.launch(BatchPlan(items)).rows()
+    return rows.copy()
+
+
+def test_without_it_a_model_computes_the_same_but_for_rounding(tiny_decoder: Path, smoke_dir: Path) -> None:
+    """SPEC C21: and says so; texts are not called repeatable."""
+    with opened(tiny_decoder, smoke_dir, FlashAttention.OFF) as off:
+        found = off.capabilities
+        assert (found.flash_attention, found.kv_type, found.is_repeatable) == ("off", "f16", False)
+        rows = beside_each_other(off)
+    with opened(tiny_decoder, smoke_dir, FlashAttention.ON, repeatable=Repeatable.OFF) as on:
+        assert on.capabilities.flash_attention == "on"
+        expected = beside_each_other(on)
+    assert not np.array_equal(rows, expected)
+    assert np.abs(rows - expected).max() < 0.01 * np.abs(expected).max()
+
+
+def test_states_of_cells_that_lie_apart_come_back_bit_exactly(tiny_decoder: Path, smoke_dir: Path) -> None:
+    """SPEC C21, B2: values lie by channel then, and a token's are as many pieces."""
+    with opened(tiny_decoder, smoke_dir, FlashAttention.OFF) as backend:
+        beside_each_other(backend)
+        lengths = [backend.length(seq) for seq in range(2)]
+        states = [bytes(backend.export_state(seq)) for seq in range(2)]
+        for seq in range(2):
+            backend.drop(seq)
+        for seq in range(2):
+            backend.import_state(seq, states[seq])
+        assert [backend.length(seq) for seq in range(2)] == lengths
+        assert [bytes(backend.export_state(seq)) for seq in range(2)] == states
+
+
+def test_states_of_the_other_kind_are_refused(tiny_decoder: Path, smoke_dir: Path) -> None:
+    """SPEC C21, C1: their values lie otherwise."""
+    with opened(tiny_decoder, smoke_dir, FlashAttention.OFF) as off:
+        beside_each_other(off)
+        state = bytes(off.export_state(0))
+    with (
+        opened(tiny_decoder, smoke_dir, FlashAttention.ON, repeatable=Repeatable.OFF) as on,
+        pytest.raises(InvalidRequestError, match="another model or build"),
+    ):
+        on.import_state(0, state)
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"kv_type": "q8_0"}, "cells of q8_0 take flash attention"),
+        ({"repeatable": Repeatable.ON}, "repeatable answers take flash attention"),
+    ],
+)
+def test_what_takes_it_is_refused_without(
+    tiny_decoder: Path, smoke_dir: Path, fields: dict[str, Any], words: str
+) -> None:
+    """SPEC C21: before the native library is asked."""
+    with pytest.raises(UnsupportedError, match=words) as caught:
+        opened(tiny_decoder, smoke_dir, FlashAttention.OFF, **fields)
+    assert caught.value.param == "flash_attention"
