@@ -21,6 +21,7 @@ OF_THE_BENCHMARK = {
     "--only",
     "--backend-sampling",
     "--budget",
+    "--gate",
     "--peer-dir",
     "--repeat",
     "--starts",

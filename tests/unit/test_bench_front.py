@@ -72,3 +72,18 @@ def test_the_front_is_measured_before_the_real_engine_where_a_model_is_named(
     assert found["asked_per_s"] == 0
     assert found["tokens_per_s"] > 0
     assert found["request_us"] > found["front_us"]
+
+
+@pytest.mark.long
+def test_a_gate_is_measured_before_servers_whose_engines_compute_nothing(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """P10: the front is the gate's process alone, what the servers behind it take is told apart."""
+    monkeypatch.setattr(front_load, "NUM_CROWDS", 1)
+    command = ["--gate", "2", "--rate", "4000", "--streams", "4", "--tokens", "20", "--json"]
+    assert front_load.main(command) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert 0 < found["tokens_per_s"] < 40_000
+    assert found["servers_us"] > 0
+    assert found["engine_us"] > 0
+    assert found["request_us"] > 0
