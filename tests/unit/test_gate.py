@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -333,8 +334,9 @@ async def test_tokens_of_another_vocabulary_go_on_nowhere(bench: Bench) -> None:
     assert sum(len(link.runs) for link in bench.links) == 1
 
 
-async def test_a_request_that_takes_machines_with_it_gets_no_fourth() -> None:
-    """P7: three machines lost without a token between them convict it."""
+@asynccontextmanager
+async def five_machines() -> AsyncIterator[Bench]:
+    """An engine over machines enough to lose some."""
     links = [ScriptedLink(name) for name in "abcde"]
     site = Site(links)
     engine = PeersEngine(site, EngineSettings())
@@ -342,15 +344,46 @@ async def test_a_request_that_takes_machines_with_it_gets_no_fourth() -> None:
     await engine.start(found.told.extend)
     for link in links:
         await site.ask_now(link.name)
-    found.submit()
-    for _ in range(3):
-        found.run.say_all([Queued(found.run.submit.request_id, 0)])
-        found.run.end(LOST)
-    await found.settle()
-    assert [event.error.code for event in found.of(Failed)] == ["engine_crashed"]
-    assert sum(len(link.runs) for link in links) == 3
+    yield found
     engine.kill()
     await site.close()
+
+
+async def test_a_request_that_takes_machines_with_it_gets_no_fourth() -> None:
+    """P7: three machines lost without a token between them convict it."""
+    async with five_machines() as found:
+        found.submit()
+        for _ in range(3):
+            found.run.say_all([Queued(found.run.submit.request_id, 0)])
+            found.run.end(LOST)
+        await found.settle()
+        assert [event.error.code for event in found.of(Failed)] == ["engine_crashed"]
+        assert sum(len(link.runs) for link in found.links) == 3
+
+
+async def test_a_request_that_gets_tokens_between_lost_machines_goes_on() -> None:
+    """P7: what it lost before its last token is not charged to it."""
+    async with five_machines() as found:
+        found.submit()
+        for token in range(4):
+            found.run.say(token)
+            found.run.end(LOST)
+        await found.settle()
+        assert not found.ends
+        assert found.run.submit.generated == [[0, 1, 2, 3]]
+
+
+async def test_a_request_whose_machine_is_lost_behind_its_last_token_ends_here(bench: Bench) -> None:
+    """P7: nothing is left to compute, so no other machine is asked; the gate tells the end itself."""
+    bench.submit()
+    bench.run.say(1)
+    bench.run.say(2, reason=FinishReason.LENGTH)
+    bench.run.end(LOST)
+    await bench.settle()
+    assert bench.tokens == [1, 2]
+    assert bench.ends == bench.of(Finished)
+    assert [end.usage.completion_tokens for end in bench.of(Finished)] == [2]
+    assert sum(len(link.runs) for link in bench.links) == 1
 
 
 async def test_models_stay_while_all_machines_are_replaced(bench: Bench) -> None:

@@ -346,22 +346,30 @@ class PeersEngine:
         if not journey.has_begun_here:
             journey.has_begun_here = True
             self._began_there(journey, machine)
-        base = self._site.slot_base(machine, journey.request.model)
         for event in events:
-            match event:
-                case Failed(error=error):
-                    self._failed(journey, error_from_info(error))
-                    return
-                case Finished() if journey.cut:
-                    self._do(self._check_end(journey, hop, machine, event))
-                    return
-                case Delta(finish_reason=FinishReason.CANCELLED):
-                    journey.cut.append(event)  # nobody asked for it here: it may be the machine's own end
-                    continue
-            own = journey.take(event, base, machine.link.name)
-            self._publish(own)
-            if isinstance(own, Finished):
-                self._journeys.pop(journey.request_id, None)
+            if type(event) is Delta and event.finish_reason is not FinishReason.CANCELLED:
+                self._publish(journey.take_delta(event))  # in few calls, as there is one a token
+            elif not self._heard_other(journey, hop, machine, event):
+                return
+
+    def _heard_other(self, journey: Journey, hop: int, machine: Machine, event: RequestEvent) -> bool:
+        """An event that does not come with every token; False: the machine's next ones count no more."""
+        match event:
+            case Failed(error=error):
+                self._failed(journey, error_from_info(error))
+                return False
+            case Finished() if journey.cut:
+                self._do(self._check_end(journey, hop, machine, event))
+                return False
+            case Delta():
+                journey.cut.append(event)  # nobody asked for it here: it may be the machine's own end
+                return True
+        base = self._site.slot_base(machine, journey.request.model)
+        own = journey.take(event, base, machine.link.name)
+        self._publish(own)
+        if isinstance(own, Finished):
+            self._journeys.pop(journey.request_id, None)
+        return True
 
     def _began_there(self, journey: Journey, machine: Machine) -> None:
         """The machine has taken it."""

@@ -21,6 +21,7 @@ from stoker.remote.wire import FRAMES
 
 if TYPE_CHECKING:
     from stoker.gate.link import OnEnd, OnEvents
+    from stoker.ipc.events import Event
     from stoker.remote.connection import ServerConnection
 
 CONNECT_S = 2.0
@@ -189,7 +190,7 @@ class FrameExchange:
         self._decoder = event_decoder()
         self._status = 0
         self._refusal = bytearray()
-        self._has_ended = False  # the terminal event has come
+        self._last: Event | None = None
         self._is_over = False
         self._connection: FrameConnection | None = None
         self._loop = asyncio.get_running_loop()
@@ -207,6 +208,11 @@ class FrameExchange:
     def silent_s(self) -> float:
         """See `PeerRun`."""
         return self._loop.time() - self._heard_s
+
+    @property
+    def _has_ended(self) -> bool:
+        """Whether the terminal event has come."""
+        return isinstance(self._last, Finished | Failed)
 
     def abandon(self) -> None:
         """See `PeerRun`."""
@@ -246,9 +252,11 @@ class FrameExchange:
         if self._status != _OK:
             self._refusal += data[: MAX_ERROR_BYTES - len(self._refusal)]
             return
-        found = [event for frame in self._decoder.feed(data) for event in frame]
+        found: list[Event] = []
+        for frame in self._decoder.feed(data):
+            found += frame
         if found and not self._is_over:
-            self._has_ended = isinstance(found[-1], Finished | Failed)
+            self._last = found[-1]
             self._on_events(found)  # type: ignore[arg-type] # a machine sends what is about requests here
 
     def complete(self, connection: FrameConnection, *, can_stay: bool) -> None:

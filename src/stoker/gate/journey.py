@@ -143,11 +143,7 @@ class Journey:
         """Note an event of the machine that has it; returns it as the gate's own."""
         match event:
             case Delta():
-                self._tokens[event.index] += event.token_ids
-                if event.token_ids:
-                    self.charges = 0
-                    self._mu[event.index] = event.mirostat_mu
-                self._finished[event.index] |= event.finish_reason is not None
+                return self.take_delta(event)
             case Admitted(slot=slot, reason=reason):
                 self._prompt_tokens = event.prompt_tokens
                 slot = None if slot is None else slot + slot_base
@@ -160,6 +156,20 @@ class Journey:
         if event.request_id != self.request_id:
             event = msgspec.structs.replace(event, request_id=self.request_id)
         return event
+
+    def take_delta(self, delta: Delta) -> Delta:
+        """As `take`, of what comes with every token."""
+        index = delta.index
+        if delta.token_ids:
+            self._tokens[index] += delta.token_ids
+            self._mu[index] = delta.mirostat_mu
+            self.charges = 0
+        if delta.finish_reason is not None:
+            self._finished[index] = True
+        self.was_accepted = True
+        if delta.request_id != self.request_id:
+            return msgspec.structs.replace(delta, request_id=self.request_id)
+        return delta
 
     def parked(self, reason: str) -> list[RequestEvent]:
         """What its client is shown while no machine has it, once."""
