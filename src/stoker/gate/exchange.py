@@ -27,7 +27,8 @@ if TYPE_CHECKING:
 CONNECT_S = 2.0
 KEPT_S = 2.0
 """Idle connections end here first: a request on one that the machine is closing would be lost."""
-MAX_KEPT = 64
+MAX_KEPT = 256
+"""To one machine: what it may run at once, as a crowd that comes again would have to connect again."""
 MAX_ERROR_BYTES = 64 * 1024
 _OK = 200
 
