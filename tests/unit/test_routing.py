@@ -127,6 +127,18 @@ class TestBounds:
         assert sum(loads) == 120
         assert max(loads) <= 1.1 * 20
 
+    @pytest.mark.parametrize("system", [SYSTEM, b""], ids=["alike", "each its own"])
+    @pytest.mark.parametrize("slots", [(64, 64), (8, 56)], ids=["equal", "unequal"])
+    def test_what_is_new_waits_for_no_slot_while_there_are_enough_for_all(self, system, slots):
+        """P3: a crowd as large as all machines fills every slot; a line begins behind full ones only."""
+        peers = Peers()
+        for name, num_slots in zip("ab", slots, strict=True):
+            peers.update(machine(name, num_slots=num_slots))
+        for number in range(sum(slots)):
+            send(peers, request(f"turn {number}", system=system))
+        assert tuple(peers.load(name, Priority.INTERACTIVE) for name in "ab") == slots
+        assert send(peers, request("one more", system=system)).peer in {"a", "b"}
+
     def test_a_viral_prefix_leaves_the_conversations_of_others_where_they_are(self):
         """P3: what is new spills over before what goes on does."""
         names = [f"m{number}" for number in range(6)]

@@ -4,8 +4,8 @@ Bounded-load consistent hashing (Mirrokni, Thorup, Zadimoghaddam, "Consistent Ha
 SODA 2018), with two bounds of the mean load a slot. What goes on from a beginning that a machine has stays
 there up to the larger. What is new takes the next place on the ring of its beginning that is within the
 smaller: a prefix that everybody uses fills the first of its own places, then the next of its own, and the
-room between the bounds is kept for the conversations that others have there. Each class is bounded by its
-own load.
+room between the bounds is kept for the conversations that others have there. It waits for no slot as long as
+there are enough for all. Each class is bounded by its own load.
 
 A request that waits is never refused here while a machine could hold it in its line: machines that are hot,
 full or silent are the last resort, and an error is raised only where no machine may take it.
@@ -174,7 +174,8 @@ class _Look:
         if not request.chain and not request.session:
             return None
         for at, name in enumerate(self.places()):
-            if self._is_within(name, settings.new_bound) and not self._is_last_resort(name):
+            is_below = self._is_within(name, settings.new_bound) and not self._waits_in_vain(name)
+            if is_below and not self._is_last_resort(name):
                 held = self._peers.state(name).prefixes
                 return Route(name, Reason.SPILLED if at else Reason.PLACE, self._is_in(held))
         return None
@@ -234,6 +235,11 @@ class _Look:
         """Whether a machine has fewer of the class than `least`, or than so many times the mean load."""
         load = self._peers.load(name, self._request.priority)
         return load < least or load < math.ceil(times * self._slot_load * self._peers.state(name).num_slots)
+
+    def _waits_in_vain(self, name: str) -> bool:
+        """Whether a request would wait for a slot there while there are enough for all of its class."""
+        load = self._peers.load(name, self._request.priority)
+        return self._slot_load <= 1.0 and load >= self._peers.state(name).num_slots
 
     def _is_last_resort(self, name: str) -> bool:
         request, state = self._request, self._peers.state(name)
