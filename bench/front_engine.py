@@ -94,7 +94,7 @@ class CostlessEngine:
                     kv_type="f16",
                     n_vocab=N_CTX,
                     model_class="decoder",
-                    vocabulary_sample=spec.id,
+                    vocabulary_sample=spec.id,  # without one a gate asks for it with every request
                 )
                 self._publish([ModelState(model=spec.id, state="ready", info=info, answers=ask_id)])
             case Submit(request_id=request_id):

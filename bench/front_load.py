@@ -142,8 +142,12 @@ class Served:
 
     def engines(self) -> list[psutil.Process]:
         """The engine of each server."""
-        children = [child for one in self.servers or [self.front] for child in one.children()]
-        return [child for child in children if _is_engine(child.cmdline())]
+        servers = self.servers or [self.front]
+        children = [child for one in servers for child in one.children()]
+        found = [child for child in children if _is_engine(child.cmdline())]
+        if len(found) != len(servers):
+            raise BenchError(f"{len(servers)} servers have {len(found)} engines")
+        return found
 
 
 @contextlib.contextmanager
@@ -177,13 +181,13 @@ def _started(command: Sequence[str], environment: dict[str, str]) -> Iterator[tu
     """A module that serves, as a child process: its address and its process."""
     environment = {**os.environ, **environment}
     environment["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
-    line = [sys.executable, "-m", *command]
-    with subprocess.Popen(line, stdout=subprocess.PIPE, text=True, env=environment) as child:
+    arguments = [sys.executable, "-m", *command]
+    with subprocess.Popen(arguments, stdout=subprocess.PIPE, text=True, env=environment) as child:
         try:
-            told = (child.stdout or sys.stdin).readline()
-            if not told:
+            line = (child.stdout or sys.stdin).readline()
+            if not line:
                 raise BenchError(f"{command[0]} did not start")
-            ready = json.loads(told)
+            ready = json.loads(line)
             yield f"http://{ready['host']}:{ready['port']}", psutil.Process(child.pid)
         finally:
             child.terminate()

@@ -112,8 +112,8 @@ class PlacementSettings(FrozenSettings):
         kv_type: quantised ones need flash attention; None: bf16 keys where answers are repeatable, else f16.
         kv_layout: in a pool requests share `ctx_size` tokens; in streams each may use as many, whatever
             others do, and steps of many requests are quicker.
-        flash_attention: quantised cells and repeatable answers take it; "off" is for few requests at a time
-            behind long texts on a CPU.
+        flash_attention: of decoders that llama.cpp computes. Quantised cells need it, and repeatable answers
+            of a CPU; "off" is for one request at a time behind a long text there.
         mmap: read the file as it is needed; else whole at once.
         kv_offload: cells and attention lie where the layers do; else in host memory.
         expert_budget: of models without experts, or that are not mapped, this changes nothing; None: all of
@@ -162,8 +162,8 @@ class PlacementSettings(FrozenSettings):
     kv_layout: Literal["auto", "pool", "streams"] = setting(
         "auto", "Cells in one pool, or each request its own; auto: its own where the device has room."
     )
-    flash_attention: Literal["auto", "on", "off"] = setting(
-        "auto", "Attention as one operation; off: long texts of one request are quicker on a CPU."
+    flash_attention: Literal["auto", "off"] = setting(
+        "auto", "Attention as one operation; off: behind a long text a CPU writes one answer quicker."
     )
     kv_offload: bool = setting(default=True, text="Cells lie on the device.")
     expert_budget: Bytes | None = setting(

@@ -43,7 +43,7 @@ def test_without_it_a_model_computes_the_same_but_for_rounding(tiny_decoder: Pat
         found = off.capabilities
         assert (found.flash_attention, found.kv_type, found.is_repeatable) == ("off", "f16", False)
         rows = beside_each_other(off)
-    with opened(tiny_decoder, smoke_dir, FlashAttention.ON, repeatable=Repeatable.OFF) as on:
+    with opened(tiny_decoder, smoke_dir, FlashAttention.AUTO, repeatable=Repeatable.OFF) as on:
         assert on.capabilities.flash_attention == "on"
         expected = beside_each_other(on)
     assert not np.array_equal(rows, expected)
@@ -70,7 +70,7 @@ def test_states_of_the_other_kind_are_refused(tiny_decoder: Path, smoke_dir: Pat
         beside_each_other(off)
         state = bytes(off.export_state(0))
     with (
-        opened(tiny_decoder, smoke_dir, FlashAttention.ON, repeatable=Repeatable.OFF) as on,
+        opened(tiny_decoder, smoke_dir, FlashAttention.AUTO, repeatable=Repeatable.OFF) as on,
         pytest.raises(InvalidRequestError, match="another model or build"),
     ):
         on.import_state(0, state)
@@ -79,14 +79,17 @@ def test_states_of_the_other_kind_are_refused(tiny_decoder: Path, smoke_dir: Pat
 @pytest.mark.parametrize(
     ("fields", "words"),
     [
-        ({"kv_type": "q8_0"}, "cells of q8_0 take flash attention"),
-        ({"repeatable": Repeatable.ON}, "repeatable answers take flash attention"),
+        (
+            {"kv_type": "q8_0"},
+            "flash_attention is off, and kv_type q8_0 needs it: set it to auto, or kv_type to f16",
+        ),
+        ({"repeatable": Repeatable.ON}, "flash_attention is off, and repeatable answers need it"),
     ],
 )
 def test_what_takes_it_is_refused_without(
     tiny_decoder: Path, smoke_dir: Path, fields: dict[str, Any], words: str
 ) -> None:
-    """SPEC C21: before the native library is asked."""
+    """SPEC C21: with what to set instead."""
     with pytest.raises(UnsupportedError, match=words) as caught:
         opened(tiny_decoder, smoke_dir, FlashAttention.OFF, **fields)
     assert caught.value.param == "flash_attention"

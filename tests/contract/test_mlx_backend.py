@@ -265,7 +265,7 @@ def test_what_is_missing_is_refused_by_name(tmp_path: Path, llama: MlxBackend) -
     path = tiny_folder(tmp_path / "m")
     with pytest.raises(UnsupportedError, match="streams"):
         loaded(path, kv_layout=KVLayout.STREAMS)
-    with pytest.raises(UnsupportedError, match="without flash attention"):
+    with pytest.raises(UnsupportedError, match="no flash_attention off"):
         loaded(path, flash_attention=FlashAttention.OFF)
     with pytest.raises(UnsupportedError, match="f32, q8_0, q4_0"):
         loaded(path, kv_type="f16")

@@ -17,7 +17,7 @@ from stoker.backends.llama.cells import OrderedPool
 from stoker.backends.llama.smoke import smoke
 from stoker.backends.protocol.backend import BatchPlan, Conditioning, PlanItem
 from stoker.errors import InvalidRequestError
-from stoker.ipc.model import FlashAttention, ModelSpec, Repeatable
+from stoker.ipc.model import FlashAttention, KVLayout, ModelSpec, Repeatable
 from stoker.models.gguf.header import GgufHeader
 
 pytestmark = pytest.mark.skipif(bool(accelerators()), reason="an accelerator has keys of its own")
@@ -120,6 +120,9 @@ def test_auto_measures_a_model_once_and_takes_repeatable_texts_under_five_percen
     assert chosen(tiny_decoder, tmp_path, "auto") == ("bf16/f16", True, True)
     without = chosen(tiny_decoder, tmp_path, "auto", flash_attention=FlashAttention.OFF)
     assert without == ("f16", False, False)
+    for layout in (KVLayout.POOL, KVLayout.STREAMS):
+        given = {"flash_attention": FlashAttention.OFF, "kv_type": "bf16", "kv_layout": layout}
+        assert chosen(tiny_decoder, tmp_path, "auto", **given) == ("bf16/f16", False, False)
     remember(tmp_path, 0.01, 0.051)
     assert chosen(tiny_decoder, tmp_path, "auto") == ("f16", False, False)
     with opened(tiny_decoder, tmp_path, "auto") as backend:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -115,13 +114,11 @@ async def test_what_cannot_be_loaded_or_is_hopeless_is_not_tried_again() -> None
 def test_what_makes_no_difference_or_is_set_is_not_tried() -> None:
     """SPEC R16: threads beside a device, layers without one, experts all in memory, what is given."""
     names = [each.name for each in dimensions(LOOK, {"n_batch", "ctx_size"})]
-    assert names == ["threads", "kv_type", "flash_attention", "speculation"]
-    repeatable = dimensions(replace(LOOK, is_repeatable=True), ())
-    assert "flash_attention" not in {each.name for each in repeatable}
+    assert names == ["threads", "kv_type", "speculation"]
     beside = ModelLook(num_threads=2, has_device=True, expert_budget=2**20)
     found = {each.name: each.values for each in dimensions(beside, ())}
     assert (found["gpu_layers"], found["expert_budget"]) == ((0,), (2**19,))
-    assert found.keys().isdisjoint({"threads", "flash_attention"})
+    assert "threads" not in found
 
 
 @pytest.fixture
@@ -177,7 +174,7 @@ def test_it_holds_for_the_same_file_build_and_machine(
 
 
 def test_what_was_found_is_the_default_and_a_setting_wins(settings: EngineSettings, model: Path) -> None:
-    """SPEC R16: of all models or of one; `calibrated = false` leaves it out; doctor says what holds."""
+    """SPEC R16, C21: of all models or of one; `calibrated = false` leaves it out; doctor says what holds."""
     found = record(model, threads=3, kv_type="q8_0", n_batch=64)
     Calibrations(settings.cache_dir).keep(found, fingerprint(settings))
 
@@ -188,6 +185,10 @@ def test_what_was_found_is_the_default_and_a_setting_wins(settings: EngineSettin
     assert spec_of() == (3, "q8_0", 64)
     assert spec_of(threads=2) == (2, "q8_0", 64)
     assert spec_of(placement={"tiny": {"kv_type": "f16"}}) == (3, "f16", 64)
+    assert spec_of(flash_attention="off") == (3, "", 64)  # which quantised cells need
+    assert spec_of(placement={"tiny": {"flash_attention": "off"}}) == (3, "", 64)
+    off_but_here = {"flash_attention": "off", "placement": {"tiny": {"flash_attention": "auto"}}}
+    assert spec_of(**off_but_here) == (3, "q8_0", 64)
     assert spec_of(calibrated=False) == (0, "", 0)
     usable = ModelStore(settings.models_dir).list()
     (finding,) = (each for each in doctor._calibrations(usable, settings.replace(threads=2)))

@@ -138,6 +138,8 @@ def test_without_flash_attention_the_scores_of_every_head_are_counted(tmp_path: 
     least = 1024 * 512 * (HEADS * 4 + 2)
     assert least <= off.lines["compute"] - fused.lines["compute"] <= 1.1 * least
     assert (fused.smaller_kv_types, off.smaller_kv_types) == (("q8_0",), ())
+    with pytest.raises(UnsupportedError, match="kv_type q8_0 needs it"):
+        estimator_of(path)(spec(kv_type="q8_0", flash_attention=FlashAttention.OFF))
 
 
 def test_windows_keep_quantised_cells_away(tmp_path: Path) -> None:

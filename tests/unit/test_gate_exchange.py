@@ -55,7 +55,7 @@ class Machine:
 @asynccontextmanager
 async def pool_before(machine: Machine) -> AsyncIterator[tuple[ConnectionPool, ServerConnection]]:
     """The connections of a gate to that machine."""
-    async with await asyncio.start_server(machine.serve, "127.0.0.1") as listening:
+    async with await asyncio.start_server(machine.serve, "127.0.0.1", backlog=256) as listening:
         port = listening.sockets[0].getsockname()[1]
         server = ServerConnection(f"http://127.0.0.1:{port}", None)
         pool = ConnectionPool(server)

@@ -294,12 +294,13 @@ class OneGroup:
     def __init__(self) -> None:
         self.num_begun = self.num_ended = 0
         self.is_full, self.cancelled = asyncio.Event(), asyncio.Event()
+        self.of_call: RequestGroup | None = None
 
     @contextmanager
     def group(self, *call: Any) -> Iterator[RequestGroup]:
         """One call."""
-        self.of_call = RequestGroup(*call, self._run)
-        yield self.of_call
+        group = self.of_call = RequestGroup(*call, self._run)
+        yield group
 
     async def _run(self, record: RequestRecord) -> AsyncGenerator[Any, None]:
         self.num_begun += 1
@@ -310,16 +311,19 @@ class OneGroup:
         for _ in range(turns):
             await asyncio.sleep(0)
         self.num_ended += 1
+        if turns == MAX_IN_FLIGHT // 2:
+            raise RequestTimeoutError("its time was over")
         yield Finished(request_id=record.request_id, usage=Usage(), timings=Timings())
 
 
 async def test_a_cancelled_call_ends_when_the_last_of_its_requests_has() -> None:
-    """SPEC I4, S5: the engine may tell the end of each by itself; those that had not begun never do."""
+    """SPEC I4, S5: the engine may tell the end of each by itself, one may fail; others never begin."""
     runtime, asked = OneGroup(), GenerateRequest(prompt="x", model="m")
     work = asyncio.ensure_future(
         answers_of(cast("TaskRuntime", runtime), CallKind.EMBED, [asked] * 500, KnownAs("mine"))
     )
     await runtime.is_full.wait()
+    assert runtime.of_call is not None
     runtime.of_call.is_cancelled = True
     runtime.cancelled.set()
     with pytest.raises(RequestCancelledError, match="mine was cancelled with 0 of 500 done"):

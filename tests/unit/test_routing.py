@@ -137,7 +137,7 @@ class TestBounds:
         for number in range(sum(slots)):
             send(peers, request(f"turn {number}", system=system))
         assert tuple(peers.load(name, Priority.INTERACTIVE) for name in "ab") == slots
-        assert send(peers, request("one more", system=system)).peer in {"a", "b"}
+        assert send(peers, request("one more", system=system)).reason is Reason.PLACE  # then as ever
 
     def test_a_viral_prefix_leaves_the_conversations_of_others_where_they_are(self):
         """P3: what is new spills over before what goes on does."""

@@ -191,7 +191,7 @@ class FrameExchange:
         self._decoder = event_decoder()
         self._status = 0
         self._refusal = bytearray()
-        self._last: Event | None = None
+        self._last: Event | None = None  # that has come
         self._is_over = False
         self._connection: FrameConnection | None = None
         self._loop = asyncio.get_running_loop()

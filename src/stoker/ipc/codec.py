@@ -25,7 +25,7 @@ T = TypeVar("T")
 
 _encoder = msgspec.msgpack.Encoder()
 _event_decoder = msgspec.msgpack.Decoder(list[Event])
-"""Of all connections: making one takes longer than reading a hundred frames."""
+"""Of all connections: making one takes as long as reading some eighty frames."""
 
 
 class WireError(EngineError):

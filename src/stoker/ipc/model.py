@@ -132,13 +132,12 @@ class KVLayout(StrEnum):
 class FlashAttention(StrEnum):
     """Whether attention is one operation over the cells (SPEC C21).
 
-    OFF: products of whole matrices, which a CPU computes two to three times as fast for one sequence behind a
-    long text. Values lie by channel then, so a state whose cells lie apart takes longer to be copied. AUTO:
-    as the backend finds that the model and the device can.
+    AUTO: wherever the model and the device can. OFF: products of whole matrices, by which a CPU writes the
+    tokens of one answer behind a long text two to three times as fast. Values lie by channel then, so a state
+    whose cells lie apart takes longer to be copied (docs/adr/0037).
     """
 
     AUTO = "auto"
-    ON = "on"
     OFF = "off"
 
 

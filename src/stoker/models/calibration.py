@@ -21,7 +21,7 @@ from stoker.models.trials import TRIALS_FILE, cpu_identity, read_trials, write_t
 if TYPE_CHECKING:
     from collections.abc import Collection
 
-SETTINGS = ("threads", "n_batch", "kv_type", "flash_attention", "gpu_layers", "speculation", "expert_budget")
+SETTINGS = ("threads", "n_batch", "kv_type", "gpu_layers", "speculation", "expert_budget")
 """What is calibrated, by the names of settings, in the order of the trials."""
 MAX_RECORDS = 64
 """Past this the oldest is forgotten."""

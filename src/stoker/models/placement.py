@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from msgspec.structs import replace
 
 from stoker.backends.device import CPU
-from stoker.errors import InvalidRequestError
+from stoker.errors import InvalidRequestError, UnsupportedError
 from stoker.ipc.model import NO_DEVICE, FlashAttention, KVLayout, SplitMode
 from stoker.wording import count_text
 
@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     from stoker.backends.device import Device
     from stoker.ipc.model import ModelSpec, PlacementSpec
 
+QUANTISED = frozenset({"q8_0", "q4_0"})
+"""Types of cells that are stored in blocks with a common scale."""
 PlacementChanges = Mapping[str, Any]
 """What is given of where a model lies, by the names of `PlacementSettings`."""
 
@@ -37,6 +39,15 @@ def placed(spec: ModelSpec, changes: PlacementChanges) -> ModelSpec:
         given["split_mode"] = SplitMode(mode)
     cells = {"kv_type": kv_type, "kv_layout": kv_layout, "flash_attention": flash_attention}
     return replace(spec, **cells, placement=replace(spec.placement, **given))
+
+
+def check_attention(spec: ModelSpec) -> None:
+    """Raises UnsupportedError for quantised cells where flash attention, which alone reads such, is off."""
+    if spec.flash_attention is FlashAttention.OFF and spec.kv_type in QUANTISED:
+        needs = f"flash_attention is off, and kv_type {spec.kv_type} needs it"
+        raise UnsupportedError(
+            f"{spec.id}: {needs}: set it to auto, or kv_type to f16", param="flash_attention"
+        )
 
 
 def chosen_devices(placement: PlacementSpec, devices: Sequence[Device]) -> tuple[Device, ...]:

@@ -4,8 +4,9 @@ Bounded-load consistent hashing (Mirrokni, Thorup, Zadimoghaddam, "Consistent Ha
 SODA 2018), with two bounds of the mean load a slot. What goes on from a beginning that a machine has stays
 there up to the larger. What is new takes the next place on the ring of its beginning that is within the
 smaller: a prefix that everybody uses fills the first of its own places, then the next of its own, and the
-room between the bounds is kept for the conversations that others have there. It waits for no slot as long as
-there are enough for all. Each class is bounded by its own load.
+room between the bounds is kept for the conversations that others have there. While there are slots for all of
+its class it waits at none of these places for one, if another has one free. Each class is bounded by its own
+load.
 
 A request that waits is never refused here while a machine could hold it in its line: machines that are hot,
 full or silent are the last resort, and an error is raised only where no machine may take it.
@@ -237,7 +238,7 @@ class _Look:
         return load < least or load < math.ceil(times * self._slot_load * self._peers.state(name).num_slots)
 
     def _waits_in_vain(self, name: str) -> bool:
-        """Whether a request would wait for a slot there while there are enough for all of its class."""
+        """Whether every slot there is taken by its class while all machines have enough for all of it."""
         load = self._peers.load(name, self._request.priority)
         return self._slot_load <= 1.0 and load >= self._peers.state(name).num_slots
 

@@ -103,7 +103,7 @@ class LoadKeywords(FormerLoadKeywords, total=False):
     kv_type: Literal["f16", "bf16", "q8_0", "q4_0"] | None
     kv_bits: Literal[4, 8, 16] | None
     kv_layout: Literal["auto", "pool", "streams"]
-    flash_attention: Literal["auto", "on", "off"]
+    flash_attention: Literal["auto", "off"]
     mmap: bool
     kv_offload: bool
     expert_budget: int | str | None

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 from stoker.chat.conversation import NO_TOOLS, ToolOffer
 from stoker.client.requests.group import KnownAs, RequestGroup
-from stoker.errors import EngineError, RequestCancelledError
+from stoker.errors import EngineError, StokerError
 from stoker.images.intake import Intake
 from stoker.ipc.events import Finished, StateReady
 from stoker.ipc.model import ModelInfo
@@ -93,11 +93,11 @@ class _TensorCall:
     async def answer(self, request: GenerateRequest) -> Answered | None:
         """What one request comes back with; None: the call was cancelled.
 
-        An error would end the others before the engine has told the end of each.
+        Raising would cancel the other tasks of the call before the engine has told the end of each.
         """
         try:
             return await self._pressure.run(partial(self._ask, request))
-        except RequestCancelledError:
+        except StokerError:
             if not self._group.is_cancelled:
                 raise
             return None

@@ -41,6 +41,7 @@ from stoker.models.fingerprint import fingerprint
 from stoker.models.gguf.header import read_header
 from stoker.models.gguf.tensor_types import ROW_BY_ROW
 from stoker.models.memory_estimate.estimate import num_sequences, stream_cells
+from stoker.models.placement import check_attention
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -456,8 +457,12 @@ def _open_context(spec: ModelSpec, model: LlamaModel, adapters: Adapters | None)
 def _context_options(spec: ModelSpec, model: LlamaModel, layout: KVLayout) -> ContextOptions:
     """Limits for the slots asked for, with sequences to spare for prefixes that no slot runs."""
     spec = msgspec.structs.replace(spec, kv_layout=layout)
+    if model.is_recurrent:  # it has no attention
+        spec = msgspec.structs.replace(spec, flash_attention=FlashAttention.AUTO)
     key_type, has_streams = _key_type(spec, model), layout is KVLayout.STREAMS
-    _require_flash_attention(spec, key_type, is_on_cpu=not model.devices)
+    check_attention(spec)
+    if not model.devices:
+        _require_no_repeatability(spec)
     is_repeatable = key_type is not KeyType.F16 and spec.repeatable is not Repeatable.OFF
     is_fused = spec.flash_attention is not FlashAttention.OFF
     keeps_order = is_repeatable and is_fused and not model.devices and _has_one_position_a_cell(spec, model)
@@ -508,23 +513,19 @@ def _key_type(spec: ModelSpec, model: LlamaModel) -> KeyType:
     if not spec.kv_type:
         return KeyType.BF16 if not model.devices and _is_asked_alike(spec, model) else KeyType.F16
     try:
-        found = KeyType(spec.kv_type)
+        return KeyType(spec.kv_type)
     except ValueError:
         known = ", ".join(KeyType)
         raise UnsupportedError(f"cells of type {spec.kv_type!r} are not known; {known} are") from None
-    return found
 
 
-def _require_flash_attention(spec: ModelSpec, key_type: KeyType, *, is_on_cpu: bool) -> None:
-    """Raises UnsupportedError where it is off and what else was asked for takes it."""
-    if spec.flash_attention is not FlashAttention.OFF:
-        return
-    if key_type.is_quantised:
-        text = f"cells of {key_type} take flash attention: without it, say kv_type = f16"
-        raise UnsupportedError(text, param="flash_attention")
-    if is_on_cpu and spec.repeatable is Repeatable.ON:
-        text = "repeatable answers take flash attention: without it, say repeatable = auto or off"
-        raise UnsupportedError(text, param="flash_attention")
+def _require_no_repeatability(spec: ModelSpec) -> None:
+    """Raises UnsupportedError where a CPU is to compute without flash attention what is to be repeatable."""
+    if spec.repeatable is Repeatable.ON and spec.flash_attention is FlashAttention.OFF:
+        needs = "flash_attention is off, and repeatable answers need it"
+        raise UnsupportedError(
+            f"{spec.id}: {needs}: set it to auto, or repeatable to auto or off", param="flash_attention"
+        )
 
 
 def _is_repeatable(header: GgufHeader, model: LlamaModel, context: LlamaContext) -> bool:

@@ -77,6 +77,7 @@ class LlamaContext:
         has_streams: each sequence has cells of its own.
         is_in_order: the cells of a sequence lie in the order of its tokens.
         is_off_host: reading a state takes time.
+        asked_flash_attention: as it was opened with.
         flash_attention: "on", "off", or "auto" where the library did not say.
         capacity: tokens that one sequence may hold.
         num_cells: tokens that all may hold together.
@@ -122,6 +123,7 @@ class LlamaContext:
         self.n_batch: int = min(options.n_batch, llama.llama_n_batch(self.handle))
         self.n_ubatch: int = min(self.n_batch, llama.llama_n_ubatch(self.handle))
         self.lengths = Lengths(options.num_sequences, model.vocabulary.n_vocab, self.n_batch)
+        self.asked_flash_attention = options.flash_attention
         self.flash_attention = _flash_attention(options, lines)
         self._buffers = buffer_bytes(lines, model.devices)
         self._cells = self._open_cells(options)
@@ -511,9 +513,9 @@ class _Decoding:
 
 
 def _flash_attention(options: ContextOptions, lines: list[LogLine]) -> str:
-    """What was asked for; else what the library says, which quantised cells leave no choice."""
-    if options.flash_attention is not FlashAttention.AUTO:
-        return str(options.flash_attention)
+    """Whether it is used; quantised cells leave the library no choice, of which it then says nothing."""
+    if options.flash_attention is FlashAttention.OFF:
+        return "off"
     if options.key_type.is_quantised:
         return "on"
     for line in lines:

@@ -11,7 +11,7 @@ from stoker.ipc.model import FlashAttention
 
 CELL_ROUNDING = 256
 """The library rounds the cells of a pool, and of each stream, up to a multiple of this."""
-_NATIVE_FLASH_ATTENTION = {FlashAttention.AUTO: -1, FlashAttention.OFF: 0, FlashAttention.ON: 1}
+_NATIVE_FLASH_ATTENTION = {FlashAttention.AUTO: -1, FlashAttention.OFF: 0}
 _POOLING_NONE = 0  # a hidden state is one token's
 
 
@@ -53,7 +53,7 @@ class ContextOptions:
         num_sequences: sequences that may exist at once, at most 256; 255 in streams or in order.
         num_threads: CPU threads of a step.
         key_type: element type of the cached keys; it decides that of the values.
-        flash_attention: attention as one operation, which rounds what it reads to f16.
+        flash_attention: whether attention may be one operation, which rounds what it reads to f16.
         keeps_order: the cells of a sequence always lie in the order of its tokens; in streams they do.
         has_streams: each sequence has cells of its own, instead of one pool for all.
         is_off_host: cells lie in a device's memory: how long an export takes is found out before, and streams

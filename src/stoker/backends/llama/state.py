@@ -25,7 +25,6 @@ from stoker.errors import (
     StepFailedError,
     UnsupportedError,
 )
-from stoker.ipc.model import FlashAttention
 from stoker.ipc.usage import Tensor
 
 if TYPE_CHECKING:
@@ -280,7 +279,7 @@ class HiddenStates:
             num_sequences=1,
             num_threads=self._context.num_threads,
             key_type=self._context.key_type,
-            flash_attention=FlashAttention(self._context.flash_attention),
+            flash_attention=self._context.asked_flash_attention,
         )
         try:
             context = LlamaContext(self._model, options)

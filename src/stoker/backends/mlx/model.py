@@ -75,7 +75,7 @@ def _refuse(spec: ModelSpec) -> None:
         "images (a projector)": spec.projector is not None,
         "a draft model": bool(spec.draft_path),
         "streams of cells": spec.kv_layout is KVLayout.STREAMS,
-        "attention without flash attention": spec.flash_attention is FlashAttention.OFF,
+        "flash_attention off": spec.flash_attention is FlashAttention.OFF,
         "layers on several devices": isinstance(place.gpu_layers, int) or bool(place.tensor_split),
     }
     refused = [what for what, is_asked in asked.items() if is_asked]

@@ -46,13 +46,11 @@ class ModelLook:
         num_threads: CPU threads of its steps.
         has_device: an accelerator computes it, or some of it.
         expert_budget: bytes of experts that stay in memory; 0: all of them do.
-        is_repeatable: its texts are, which takes flash attention.
     """
 
     num_threads: int
     has_device: bool
     expert_budget: int
-    is_repeatable: bool = False
 
 
 class ModelTrials:
@@ -88,7 +86,6 @@ class ModelTrials:
                 num_threads=status.threads,
                 has_device=any(each.is_used and each.id != "CPU" for each in status.engine.devices),
                 expert_budget=streaming.budget if streaming else 0,
-                is_repeatable=info.is_repeatable,
             )
 
     async def measure(self, choices: Choices) -> TrialTime:
@@ -131,7 +128,7 @@ def dimensions(look: ModelLook, given: Collection[str]) -> list[TriedSetting]:
     """What to try of a model that is like that; a setting that was given is not tried.
 
     Values that can make no difference are left out: threads where a device computes, fewer layers where there
-    is none, a budget of experts where all are in memory. So is what would take a property from its texts.
+    is none, a budget of experts where all are in memory.
 
     Args:
         look: at the model.
@@ -143,7 +140,6 @@ def dimensions(look: ModelLook, given: Collection[str]) -> list[TriedSetting]:
         TriedSetting("threads", () if look.has_device else tuple(sorted(threads))),
         TriedSetting("n_batch", (512, 4096) if look.has_device else (256, 1024)),
         TriedSetting("kv_type", ("q8_0",)),
-        TriedSetting("flash_attention", () if look.has_device or look.is_repeatable else ("off",)),
         TriedSetting("gpu_layers", (0,) if look.has_device else ()),
         TriedSetting("speculation", ("off",)),
         TriedSetting("expert_budget", (look.expert_budget // 2,) if look.expert_budget > 1 else ()),

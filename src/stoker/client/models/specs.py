@@ -400,6 +400,9 @@ def with_calibration(
     """
     placement = settings.placement.get(model)
     given = frozenset(settings.model_fields_set | (placement.model_fields_set if placement else set()))
+    own = placement if placement and "flash_attention" in placement.model_fields_set else settings
+    if own.flash_attention == "off":
+        given |= {"kv_type"}  # it would be a quantised one, which that rules out
     kept = Calibrations(settings.cache_dir)
     if not settings.calibrated or has_scheme(path) or not kept.has_any():
         return settings, None, given

@@ -32,6 +32,7 @@ from stoker.models.memory_estimate.shares import (
     read_parts,
     weights_by_device,
 )
+from stoker.models.placement import check_attention
 from stoker.models.seq2seq import num_cells
 
 if TYPE_CHECKING:
@@ -52,7 +53,7 @@ _DEFAULT_KV_TYPE = "f16"  # bf16 takes the same
 _QUANTISED_BLOCK = 32
 _SMALLER_KV_TYPES = ("q8_0",)
 _WITHOUT_FLASH = frozenset({"grok"})
-_CAPPED_COPIES = 2  # of the scores of all heads, where they are capped
+_COPIES_WITHOUT_FLASH = 2  # of the scores of all heads, in the graph of these
 _BIASED_COPIES = 3  # of the scores of all heads, where attention adds a number for each distance
 _SOURCE_COPIES = 1  # of what a layer makes of the source, beside the tokens that ask
 
@@ -110,7 +111,7 @@ def estimator_of(path: str | Path) -> Estimator:
     Raises:
         ModelFileError, UnsupportedError: as `read_header`.
 
-    An estimate raises UnsupportedError for a `kv_type` that is not known.
+    An estimate raises UnsupportedError for a `kv_type` that is not known, or not without flash attention.
     """
     return estimator(read_header(path))
 
@@ -142,6 +143,7 @@ class _Model:
     parts: ModelParts
 
     def estimate(self, spec: ModelSpec) -> Estimate:
+        check_attention(spec)
         shape = self._shape_of(spec)
         where = places(spec.placement, self.parts.num_layers)
         generates = not (self._is_encoder or self._reads_sources)
@@ -313,7 +315,7 @@ class _Model:
     def _score_copies(self, shape: _Shape) -> int:
         """How often every token's scores of every cell are there at once; flash attention keeps none."""
         if self.header.architecture in _WITHOUT_FLASH:
-            return _CAPPED_COPIES
+            return _COPIES_WITHOUT_FLASH
         return 0 if shape.is_fused else 1
 
     def _logits_compute(self, shape: _Shape) -> int:

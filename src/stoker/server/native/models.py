@@ -58,9 +58,7 @@ class LoadModelRequest(ModelRequest):
     kv_type: Literal["f16", "bf16", "q8_0", "q4_0"] | None = None
     kv_bits: Literal[4, 8, 16] | None = None
     kv_layout: Literal["auto", "pool", "streams"] | None = None
-    flash_attention: Literal["auto", "on", "off"] | None = Field(
-        None, validation_alias=AliasChoices("flash_attention", "flash_attn")
-    )
+    flash_attention: Literal["auto", "off"] | None = None
     mmap: bool | None = None
     kv_offload: bool | None = None
     expert_budget: Bytes | None = None
