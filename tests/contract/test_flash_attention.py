@@ -13,6 +13,7 @@ from stoker.backends.llama.binding import accelerators
 from stoker.backends.protocol.backend import BatchPlan, PlanItem
 from stoker.errors import InvalidRequestError, UnsupportedError
 from stoker.ipc.model import FlashAttention, ModelSpec, Repeatable
+from tiny_models import TINY
 
 pytestmark = pytest.mark.skipif(bool(accelerators()), reason="an accelerator has keys of its own")
 PROMPT = tuple(range(3, 103))
@@ -74,6 +75,16 @@ def test_states_of_the_other_kind_are_refused(tiny_decoder: Path, smoke_dir: Pat
         pytest.raises(InvalidRequestError, match="another model or build"),
     ):
         on.import_state(0, state)
+
+
+def test_a_model_without_attention_stays_as_it_is(tmp_path: Path, smoke_dir: Path) -> None:
+    """SPEC C21: its states on disk are of use whatever is set for all models."""
+    path = TINY["rwkv7"](tmp_path / "m.gguf")
+    found = []
+    for each in FlashAttention:
+        with opened(path, smoke_dir, each, repeatable=Repeatable.ON) as backend:
+            found.append((backend.capabilities.fingerprint, backend.capabilities.flash_attention))
+    assert found[0] == found[1]
 
 
 @pytest.mark.parametrize(

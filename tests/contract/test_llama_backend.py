@@ -121,6 +121,7 @@ class Placed:
 
     n_ctx_train = 4096
     keeps_every_cell = True
+    is_recurrent = False
 
     def __init__(self, devices: tuple[str, ...]) -> None:
         self.devices = devices
