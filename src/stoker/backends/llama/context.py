@@ -77,7 +77,6 @@ class LlamaContext:
         has_streams: each sequence has cells of its own.
         is_in_order: the cells of a sequence lie in the order of its tokens.
         is_off_host: reading a state takes time.
-        asked_flash_attention: as it was opened with.
         flash_attention: "on", "off", or "auto" where the library did not say.
         capacity: tokens that one sequence may hold.
         num_cells: tokens that all may hold together.
@@ -123,7 +122,6 @@ class LlamaContext:
         self.n_batch: int = min(options.n_batch, llama.llama_n_batch(self.handle))
         self.n_ubatch: int = min(self.n_batch, llama.llama_n_ubatch(self.handle))
         self.lengths = Lengths(options.num_sequences, model.vocabulary.n_vocab, self.n_batch)
-        self.asked_flash_attention = options.flash_attention
         self.flash_attention = _flash_attention(options, lines)
         self._buffers = buffer_bytes(lines, model.devices)
         self._cells = self._open_cells(options)

@@ -8,6 +8,7 @@ from typing import Any
 
 from stoker.backends.llama.binding import llama
 from stoker.ipc.model import FlashAttention
+from stoker.models.placement import QUANTISED
 
 CELL_ROUNDING = 256
 """The library rounds the cells of a pool, and of each stream, up to a multiple of this."""
@@ -31,7 +32,7 @@ class KeyType(StrEnum):
     @property
     def is_quantised(self) -> bool:
         """Whether cells are stored in blocks with a common scale; only flash attention reads such."""
-        return self in {KeyType.Q8_0, KeyType.Q4_0}
+        return self in QUANTISED
 
     @property
     def value_type(self) -> KeyType:

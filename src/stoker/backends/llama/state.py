@@ -25,6 +25,7 @@ from stoker.errors import (
     StepFailedError,
     UnsupportedError,
 )
+from stoker.ipc.model import FlashAttention
 from stoker.ipc.usage import Tensor
 
 if TYPE_CHECKING:
@@ -273,13 +274,14 @@ class HiddenStates:
 
     def _alone(self, tokens: Sequence[int]) -> Tensor:
         """Computed once more from the first token, in a context made for it."""
+        is_off = self._context.flash_attention == "off"
         options = ContextOptions(
             num_cells=len(tokens),
             n_batch=self._context.n_ubatch,
             num_sequences=1,
             num_threads=self._context.num_threads,
             key_type=self._context.key_type,
-            flash_attention=self._context.asked_flash_attention,
+            flash_attention=FlashAttention.OFF if is_off else FlashAttention.AUTO,
         )
         try:
             context = LlamaContext(self._model, options)
