@@ -8,8 +8,12 @@ from typing import Any
 import numpy as np
 import pytest
 
+from stoker.backends.llama import state
 from stoker.backends.llama.backend import LlamaBackend, load
 from stoker.backends.llama.binding import accelerators
+from stoker.backends.llama.context import LlamaContext
+from stoker.backends.llama.context_options import ContextOptions
+from stoker.backends.llama.model import LlamaModel
 from stoker.backends.protocol.backend import BatchPlan, PlanItem
 from stoker.errors import InvalidRequestError, UnsupportedError
 from stoker.ipc.model import FlashAttention, ModelSpec, Repeatable
@@ -85,6 +89,25 @@ def test_a_model_without_attention_stays_as_it_is(tmp_path: Path, smoke_dir: Pat
         with opened(path, smoke_dir, each, repeatable=Repeatable.ON) as backend:
             found.append((backend.capabilities.fingerprint, backend.capabilities.flash_attention))
     assert found[0] == found[1]
+
+
+def test_a_hidden_state_is_computed_once_more_in_the_same_way(
+    tmp_path: Path, smoke_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """SPEC C21, D8: of a model that cannot go back, in a context of its own."""
+    made: list[FlashAttention] = []
+
+    def noted(model: LlamaModel, options: ContextOptions) -> LlamaContext:
+        made.append(options.flash_attention)
+        return LlamaContext(model, options)
+
+    monkeypatch.setattr(state, "LlamaContext", noted)
+    path = TINY["gemma3"](tmp_path / "m.gguf")
+    for each in FlashAttention:
+        with opened(path, smoke_dir, each, repeatable=Repeatable.OFF) as backend:
+            backend.launch(BatchPlan((PlanItem(0, 0, PROMPT, 0),))).rows()
+            backend.last_hidden(0, PROMPT)
+    assert made == list(FlashAttention)
 
 
 @pytest.mark.parametrize(
