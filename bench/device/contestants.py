@@ -6,6 +6,7 @@ All layers are on the device, flash attention is as each has it by itself.
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import ClassVar
@@ -97,6 +98,31 @@ class StokerOnDevice:
             *StokerServer(cache_dir=self.cache_dir).command(alike, port),
             *(word for model in self.models for word in ("--model", str(model))),
             *self.flags,
+        ]
+
+    async def address(self, output: str, port: int) -> str | None:
+        """From the readiness line."""
+        return await StokerServer().address(output, port)
+
+
+@dataclass(frozen=True, slots=True)
+class GateOnDevices:
+    """`stoker gate` before servers that are up.
+
+    Attributes:
+        peers: their addresses.
+    """
+
+    peers: tuple[str, ...]
+    run_dir: Path
+    label: ClassVar[str] = "gate"
+
+    def command(self, _shape: Shape, _port: int) -> list[str]:
+        """The installed command; it picks its own port."""
+        return [
+            *(str(Path(sys.executable).with_name("stoker")), "gate", "--host", LOOPBACK, "--port", "0"),
+            *("--run-dir", str(self.run_dir)),
+            *(word for peer in self.peers for word in ("--peer", peer)),
         ]
 
     async def address(self, output: str, port: int) -> str | None:

@@ -22,6 +22,7 @@ from bench.device.contestants import (
     PEER_ON_DEVICE,
     STOKER,
     DeviceShape,
+    GateOnDevices,
     LlamaOnDevice,
     Programs,
     StokerOnDevice,
@@ -45,11 +46,14 @@ if TYPE_CHECKING:
 FEW_SLOTS = 8
 """Of the server whose slots are all taken by background streams."""
 PAIR_STREAMS = 32
+GATE_TIMES = 8
+"""A crowd before a gate has twice as many streams as a server has slots, so that one server alone takes them
+in two halves: they write for so many times longer that how they begin is little of it."""
 WARM_TOKENS = 8
 START_LIMIT_S = 90.0
 ROW_LIMIT_S = 120.0
 """Time on a card is dear: a server that hangs costs no more than this."""
-TWO_DEVICES = frozenset({"split", "pair"})
+TWO_DEVICES = frozenset({"split", "pair", "gate"})
 """Rows for two cards, measured only where they are named."""
 READ_BYTES = 64 * 2**20
 
@@ -144,6 +148,8 @@ class DeviceSession:
             await self._turn(turn.by(StokerOnDevice((model,), shape, cache, flags)), split, "split-start")
         if "pair" in order.only:
             await self._pair(turn, cache)
+        if "gate" in order.only:
+            await self._gate(turn)
 
     async def _pair(self, turn: _Turn, cache: Path) -> None:
         """One model on one card, then one server with a model on each of two."""
@@ -156,6 +162,41 @@ class DeviceSession:
             server = StokerOnDevice(models, shape, cache, (*self.order.stoker_flags, *flags))
             row = Crowd(name, PAIR_STREAMS, self.order.sizes.num_tokens * LONG_TIMES)
             await self._turn(turn.by(server), [row], f"{name}-start")
+
+    async def _gate(self, turn: _Turn) -> None:
+        """A server on each of two cards: the same crowd asks a gate before both, one of them, it itself."""
+        if self._is_late:
+            self._leave_out(f"{turn.model.name}: {turn.label}, gate")
+            return
+        self.console.print(f"{turn.model.name}: a gate before two servers ...", markup=False)
+        order = self.order
+        num_streams, num_tokens = 2 * order.shape.num_slots, order.sizes.num_tokens * GATE_TIMES
+        async with AsyncExitStack() as stack:
+
+            async def started(server: Server) -> ServerProcess:
+                shape = Shape(order.shape.num_slots, order.shape.num_cells, None)
+                process = ServerProcess(server, shape, turn.folder, order.programs.environment)
+                async with limited(START_LIMIT_S, f"{server.label} was not ready"):
+                    return await stack.enter_async_context(process)
+
+            async def ask(name: str, process: ServerProcess) -> None:
+                client = Client(process.client.url)
+                served = Served(client.url, tuple(await client.models()), process.pid, f"{turn.round_}")
+                await _warm_up(served, num_streams)
+                await self._row(Crowd(name, num_streams, num_tokens), turn, served)
+
+            try:
+                servers = []
+                for index in range(2):
+                    flags = (*order.stoker_flags, *_on_card(index))
+                    cache = turn.folder / f"cache-{index}"
+                    servers.append(await started(StokerOnDevice((turn.model,), order.shape, cache, flags)))
+                await ask("gate-direct", servers[0])
+                for name, behind in (("gate-one", servers[:1]), ("gate-both", servers)):
+                    peers = tuple(server.client.url for server in behind)
+                    await ask(name, await started(GateOnDevices(peers, turn.folder / name)))
+            except (BenchError, OSError) as error:
+                self._keep(turn.line("gate-both", error=str(error)))
 
     async def _limits(self, model: Path, round_: int) -> None:
         if self._is_late:
@@ -298,6 +339,11 @@ def _on_each(models: Sequence[Path]) -> tuple[str, ...]:
     return tuple(
         word for index, model in enumerate(models) for word in ("--placement", f"{model.stem}:device={index}")
     )
+
+
+def _on_card(index: int) -> tuple[str, ...]:
+    """Flags that give a server that card alone."""
+    return ("--device", str(index))
 
 
 def device_facts() -> dict[str, str]:

@@ -152,6 +152,7 @@ def _own(lines: Lines, model: str) -> Iterator[Judged]:
     for title, row, other, name, bar in (
         ("long of short", "long-greedy", _largest_greedy(lines, model), "steady_tokens_per_s", LONG_BAR),
         ("pair of one", "pair-both", "pair-one", "tokens_per_s", PAIR_BAR),
+        ("gate of one", "gate-both", "gate-direct", "tokens_per_s", PAIR_BAR),
         ("split single", "split-single", "", "tokens_per_s", None),
         ("split fan8", "split-fan8", "", "tokens_per_s", None),
     ):

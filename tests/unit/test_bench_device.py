@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from bench.__main__ import main
 from bench.crowd_client import Answer
-from bench.device import command
+from bench.device import command, session
 from bench.device.contestants import (
     LIMIT,
     PEER,
@@ -103,12 +103,15 @@ def test_delays_are_better_when_they_are_less() -> None:
         (STOKER, "long-greedy", {"steady_tokens_per_s": 89}),
         (STOKER, "pair-one", {"tokens_per_s": 100}),
         (STOKER, "pair-both", {"tokens_per_s": 191}),
+        (STOKER, "gate-direct", {"tokens_per_s": 100}),
+        (STOKER, "gate-one", {"tokens_per_s": 90}),
+        (STOKER, "gate-both", {"tokens_per_s": 189}),
     )
     verdicts = {
         title: row_of(lines, title).is_good
-        for title in ("fan2 p50", "start", "crash", "interactive", "long", "pair")
+        for title in ("fan2 p50", "start", "crash", "interactive", "long", "pair", "gate")
     }
-    assert list(verdicts.values()) == [False, True, False, True, False, True]
+    assert list(verdicts.values()) == [False, True, False, True, False, True, False]
     assert row_of(lines, "start").cells == ["start, s", "2.5", "2 0.80≥0.77", "", "", "good"]
     assert row_of(lines, "pair").cells == ["pair of one", "191 1.91≥1.9", "", "", "", "good"]
 
@@ -211,6 +214,22 @@ def test_a_run_measures_what_it_can_and_tells_the_rest(
     assert main(["--device", "--show", str(kept)]) == 1
     again = capsys.readouterr().out
     assert [line for line in again.splitlines() if line.startswith("fan2-greedy ")]
+
+
+@pytest.mark.long
+def test_a_gate_before_two_servers_is_asked_by_the_crowd_that_asks_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """O4: twice as many streams as a server has slots, each of which writes all its tokens."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(session, "_on_card", lambda _: ())
+    model, kept = write_llama(tmp_path / "tiny.gguf", context=1024), tmp_path / "lines.jsonl"
+    main([*SMALL, "--model", str(model), "--json", str(kept), "--servers", STOKER, "--only", "gate"])
+    lines = Lines.read([kept])
+    assert lines.errors() == []
+    for row in ("gate-direct", "gate-one", "gate-both"):
+        assert lines.value("tiny.gguf", STOKER, row, "tokens_per_s")
+    assert [row.title for row in judged(lines, "tiny.gguf")] == ["gate of one"]
 
 
 def test_a_run_whose_time_is_up_says_what_it_left_out(
