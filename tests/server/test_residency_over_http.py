@@ -6,6 +6,7 @@ import httpx
 import msgspec
 import psutil
 import pytest
+import stand_in
 from prometheus_client.parser import text_string_to_metric_families
 from stand_in import INFO
 
@@ -71,6 +72,17 @@ def test_a_model_is_loaded_with_what_was_asked_for(scripted, scripted_http):
     assert scripted.runtime.calls == [("load", "stand-in", 600.0, 512, 2)]
     assert scripted_http.post(f"{MODELS}/load", json={"model": "default", "keep_alive": -1}).is_success
     assert scripted.runtime.calls[1] == ("load", "stand-in", -1.0, None, None)
+
+
+def test_the_list_says_what_cells_and_which_attention_a_model_has(scripted_http, monkeypatch):
+    """SPEC C21: as they are, and nothing before its first load."""
+    (found,) = scripted_http.get("/v1/models").json()["data"]
+    names = ("kv_type", "kv_layout", "flash_attention", "repeatable")
+    assert [found["meta"][name] for name in names] == ["f16", None, "off", False]
+    unloaded = msgspec.structs.replace(INFO, kv_type="", flash_attention="")
+    monkeypatch.setattr(stand_in, "INFO", unloaded)
+    (found,) = scripted_http.get("/v1/models").json()["data"]
+    assert [found["meta"][name] for name in names] == [None] * 4
 
 
 @pytest.mark.parametrize(
