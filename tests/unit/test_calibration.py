@@ -196,6 +196,8 @@ def test_what_was_found_is_the_default_and_a_setting_wins(settings: EngineSettin
         "tiny: calibrated: kv_type q8_0, n_batch 64, 25% less time in its trials;"
         " calibrated threads 3 does not hold: threads is set"
     )
+    (finding,) = (each for each in doctor._calibrations(usable, settings.replace(flash_attention="off")))
+    assert "calibrated kv_type q8_0 does not hold: flash_attention is off" in finding.text
     model.write_bytes(model.read_bytes() + b"\0" * 64)
     assert spec_of() == (0, "", 0)
     (finding,) = (each for each in doctor._calibrations(usable, settings))

@@ -391,18 +391,19 @@ class ModelSource:
 
 def with_calibration(
     settings: EngineSettings, model: str, path: str
-) -> tuple[EngineSettings, Calibration | None, frozenset[str]]:
+) -> tuple[EngineSettings, Calibration | None, dict[str, str]]:
     """The settings with what `stoker calibrate` found for a model, where nothing was set (SPEC R16).
 
     Returns:
         The settings, what was found (None: nothing, or it is not to be used), and the names of the settings
-        that were set, over which it has no say.
+        over which it has no say, with why.
     """
     placement = settings.placement.get(model)
-    given = frozenset(settings.model_fields_set | (placement.model_fields_set if placement else set()))
+    names = settings.model_fields_set | (placement.model_fields_set if placement else set())
+    given = {name: f"{name} is set" for name in names}
     own = placement if placement and "flash_attention" in placement.model_fields_set else settings
     if own.flash_attention == "off":
-        given |= {"kv_type"}  # it would be a quantised one, which that rules out
+        given.setdefault("kv_type", "flash_attention is off")  # it is a quantised one, which needs it
     kept = Calibrations(settings.cache_dir)
     if not settings.calibrated or has_scheme(path) or not kept.has_any():
         return settings, None, given
@@ -424,7 +425,7 @@ def calibration_texts(settings: EngineSettings, file: ModelFile) -> tuple[str, .
     if used := found.used(given):
         texts = [f"calibrated: {settings_text(used)}, {found.gain:.0%} less time in its trials"]
     overridden = found.overridden(given).items()
-    texts += [f"calibrated {name} {value} does not hold: {name} is set" for name, value in overridden]
+    texts += [f"calibrated {name} {value} does not hold: {given[name]}" for name, value in overridden]
     return tuple(texts)
 
 
