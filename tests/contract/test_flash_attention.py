@@ -17,6 +17,7 @@ from stoker.backends.llama.model import LlamaModel
 from stoker.backends.protocol.backend import BatchPlan, PlanItem
 from stoker.errors import InvalidRequestError, UnsupportedError
 from stoker.ipc.model import FlashAttention, ModelSpec, Repeatable
+from stoker.sync import Runtime
 from tiny_models import TINY
 
 pytestmark = pytest.mark.skipif(bool(accelerators()), reason="an accelerator has keys of its own")
@@ -127,3 +128,21 @@ def test_what_takes_it_is_refused_without(
     with pytest.raises(UnsupportedError, match=words) as caught:
         opened(tiny_decoder, smoke_dir, FlashAttention.OFF, **fields)
     assert caught.value.param == "flash_attention"
+
+
+def test_a_model_in_memory_that_is_asked_for_otherwise_stays_as_it_is(
+    tiny_decoder: Path, tmp_path: Path
+) -> None:
+    """SPEC C21, L5: what contradicts itself, or what holds already, is refused, and no engine ends of it."""
+    folders = {"cache_dir": tmp_path, "models_dir": tmp_path}
+    with Runtime(str(tiny_decoder), isolation="thread", slots=2, ctx_size=512, **folders) as runtime:
+        model = runtime.models[0].id
+        with pytest.raises(UnsupportedError, match="kv_type q8_0 needs it: set it to auto"):
+            runtime.load_model(model, flash_attention="off", kv_type="q8_0")
+        assert runtime.status().restarts == 0
+        assert runtime.ask("a", max_tokens=4).usage.completion_tokens == 4
+        runtime.load_model(model, flash_attention="off")
+        with pytest.raises(UnsupportedError, match="kv_type q8_0 needs it: set it to auto"):
+            runtime.load_model(model, kv_type="q8_0")
+        assert runtime.models[0].flash_attention == "off"
+        assert runtime.ask("a", max_tokens=4).usage.completion_tokens == 4

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from stoker.backends.protocol.encoding import Encoder
-from stoker.errors import InsufficientMemoryError, ModelNotFoundError, ModelTooLargeError
+from stoker.errors import InsufficientMemoryError, ModelNotFoundError, ModelTooLargeError, StokerError
 from stoker.ipc.events import ModelState
 from stoker.ipc.model import MODEL_MOVES, STORY_LENGTH, ModelInfo, ModelLife, is_move
 from stoker.models.memory_estimate.fit import DeviceBudget, Fit, MemoryBudget, weigh
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from stoker.engine.residency.load import Load
     from stoker.engine.residency.pending import PendingRequests
     from stoker.engine.runners.runner import ModelRunner
-    from stoker.errors import ErrorInfo, StokerError
+    from stoker.errors import ErrorInfo
     from stoker.ipc.model import ModelSpec
     from stoker.machine.ledger import Ledger
     from stoker.machine.monitor import DeviceSample, Sample
@@ -350,10 +350,10 @@ class Placement:
         return beside != () and self._less(load, alone) not in {beside, None}
 
     def _less(self, load: Load, share: MemoryShare) -> tuple[str, ...] | None:
-        """What it would get less of; None: it cannot be had."""
+        """What it would get less of; None: it cannot be had, for want of memory or at all."""
         try:
             return self.weigh(load, share)[0].degraded
-        except (InsufficientMemoryError, ModelTooLargeError):
+        except StokerError:
             return None
 
     def _too_large(
