@@ -302,6 +302,37 @@ def test_a_gate_that_no_machine_answers_says_so_and_serves_as_soon_as_one_does(
             assert text_of(http.post("/v1/completions", json=ASKED))
 
 
+def test_a_machine_that_wants_another_key_is_told_of_until_its_file_has_one(
+    start_server: Start, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """P8, P10: it gets nothing, and each who looks is told why; callers see nothing of it."""
+    keys, admin, own = (tmp_path / name for name in ("keys", "admin", "own"))
+    keys.write_text("one\n")
+    admin.write_text("boss\n")
+    own.write_text("one\n")
+    closed = start_server(make_machine, api_key_file=keys, admin_key_file=admin)
+    both = [start_server(make_machine), closed]
+    for machine in both:
+        machine.ready.result(60)
+    urls = [machine.url for machine in both]
+    settings = EngineSettings(peers=urls, peer_key_file=own, run_dir=tmp_path, states_dir=tmp_path / "s")
+    with caplog.at_level(logging.INFO, "stoker.gate.site"):
+        gate = start_server(lambda: GateRuntime(settings))
+        gate.ready.result(60)
+
+        def reasons() -> list[str]:
+            return [one["reason"] for one in httpx.get(f"{gate.url}/v1/runtime").json()["machines"]]
+
+        until(lambda: "an operator's key is needed" in reasons()[1])
+        assert reasons()[0] == ""
+        for _ in range(6):
+            assert text_of(httpx.post(f"{gate.url}/v1/completions", json={**ASKED, "max_tokens": 2}))
+        own.write_text("boss\n")
+        work = gate.runtime.take_settings(settings)
+        asyncio.run_coroutine_threadsafe(work, gate._loop).result(10)
+        until(lambda: reasons() == ["", ""])
+
+
 @pytest.mark.long
 def test_a_gate_that_is_new_finds_the_machine_that_has_a_beginning(
     start_server: Start, machines: list[ServerThread], tmp_path: Path

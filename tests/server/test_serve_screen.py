@@ -17,7 +17,7 @@ import httpx
 import msgspec
 import pytest
 
-from stoker.cli.serve_screen import StatusLine, engine_facts, facts_of
+from stoker.cli.serve_screen import ServeInLog, StatusLine, engine_facts, facts_of
 from stoker.ipc.model import ModelInfo
 from stoker.ipc.status import EngineHealth, EngineStatus, MemoryStatus, ModelStatus, RuntimeStatus
 from stoker.settings import EngineSettings, ServerSettings
@@ -365,6 +365,35 @@ def test_the_block_names_each_of_the_backends_that_compute():
     facts = engine_facts(EngineSettings(), [first, *others])
     at = next(number for number, (name, _) in enumerate(facts) if name == "computes on")
     assert facts[at : at + 2] == [("computes on", "CPU, 1 thread"), ("", "MLX · CPU, 1 thread")]
+
+
+@pytest.mark.parametrize(
+    ("settings", "cells", "shown"),
+    [
+        ({"ctx_size": 16_384}, (), "8, sharing 16,384 tokens"),
+        ({"ctx_size": 0}, (), "8, sharing the model's own context"),
+        ({"ctx_size": 16_384}, (4096, 0), "8, sharing 4,096 tokens"),
+        ({"ctx_size": 0}, (8192, 4096, 8192), "8, sharing 4,096 to 8,192 tokens"),
+    ],
+)
+def test_the_block_says_what_slots_share_as_it_is(settings, cells, shown):
+    """T12, R2: a model may have got less than was asked for."""
+    info = ModelInfo(id="m", path="m", n_ctx=8, n_batch=8, num_slots=1, num_threads=1, kv_type="f16")
+    models = [msgspec.structs.replace(info, num_cells=number) for number in cells]
+    assert dict(engine_facts(EngineSettings(slots=8, **settings), models))["slots"] == shown
+
+
+def test_the_log_has_all_that_stands_below_a_name(caplog):
+    """T12: every machine of a gate, and every backend that computes."""
+    facts = [("machines", "http://a"), ("", "http://b"), ("", "http://c")]
+    service = SimpleNamespace(
+        address=("127.0.0.1", 1),
+        second_port=None,
+        context=SimpleNamespace(runtime=SimpleNamespace(models=[])),
+    )
+    with caplog.at_level("INFO", "stoker.cli.serve_screen"):
+        ServeInLog(EngineSettings(), ServerSettings(), lambda _: facts).ready("{}", service)
+    assert "; machines: http://a, http://b, http://c" in caplog.text
 
 
 def test_the_line_says_what_is_loaded_and_how_warm_it_is():

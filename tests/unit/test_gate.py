@@ -24,6 +24,7 @@ from stoker.ipc.request import FinishReason, GenerateRequest, Sampling
 from stoker.ipc.status import EngineHealth, EngineStatus, ModelStatus, RuntimeStatus
 from stoker.ipc.usage import Timings, Usage
 from stoker.remote.wire import Overview
+from stoker.routing.peers import RouteRequest
 from stoker.settings import EngineSettings
 
 MODEL = "m"
@@ -92,6 +93,8 @@ class ScriptedLink:
     name: str
     answer: PeerLook | StokerError = field(default_factory=look)
     runs: list[ScriptedRun] = field(default_factory=list)
+    key: str = ""
+    is_closed: bool = False
     steered: list[tuple[str, str]] = field(default_factory=list)
     operated: list[str] = field(default_factory=list)
 
@@ -124,8 +127,13 @@ class ScriptedLink:
         self.operated.append(action)
         self.answer = look()
 
+    def is_like(self, other: Any) -> bool:
+        """By the key."""
+        return (self.name, self.key) == (other.name, other.key)
+
     async def close(self) -> None:
-        """Nothing to close."""
+        """Note it."""
+        self.is_closed = True
 
 
 @dataclass
@@ -399,6 +407,25 @@ async def test_models_stay_while_all_machines_are_replaced(bench: Bench) -> None
     assert [info.id for info in bench.site.infos()] == [info.id for info in before]
 
 
+async def test_a_machine_that_stays_is_reached_with_the_key_that_it_has_now(bench: Bench) -> None:
+    """P10: and goes on with what it has; one whose key is as it was stays as it is."""
+    bench.submit()
+    first = bench.run
+    first.say(1)
+    now = [ScriptedLink(link.name, key="new" if link is bench.link else "") for link in bench.links]
+    bench.site.replace(now)
+    await bench.settle()
+    found = [machine.link for machine in bench.site]
+    at = bench.links.index(bench.link)
+    assert [link is new for link, new in zip(found, now, strict=True)] == [at == 0, at == 1]
+    assert [link.is_closed for link in (*bench.links, *now)] == [at == 0, at == 1, at == 1, at == 0]
+    first.say(2, reason=FinishReason.LENGTH)
+    await bench.settle()
+    assert bench.tokens == [1, 2]
+    await bench.turn(now[at], look(is_ready=False))
+    assert not bench.site.takes(now[at].name)
+
+
 async def test_a_cancel_ends_it_here_and_there(bench: Bench) -> None:
     """P7: one end, and the machine is told."""
     bench.submit(n=2)
@@ -480,6 +507,23 @@ def test_a_machine_that_failed_is_tried_by_one_request() -> None:
     assert not breaker.takes
     breaker.worked()
     assert breaker.takes
+
+
+async def test_a_trial_that_ended_before_it_was_heard_of_is_followed_by_another(bench: Bench) -> None:
+    """P8: its caller has left, or the machine has refused it: a machine is not on trial for ever."""
+    bench.site.worked("a")
+    bench.site.lost("a", LOST)
+    assert not bench.site.takes("a")
+    await bench.turn(bench.links[0], look())
+    route = RouteRequest(model=MODEL)
+    for _ in range(3):
+        assert bench.site.takes("a")
+        bench.site.began(route, "a")
+        assert not bench.site.takes("a")
+        bench.site.ended(route, "a")
+    bench.site.began(route, "a")
+    bench.site.worked("a")
+    assert bench.site.takes("a")
 
 
 def test_the_turns_of_a_conversation_are_the_beginning_of_its_next_request() -> None:

@@ -165,6 +165,23 @@ class TestBounds:
         again = Router().choose(request("hello", "hi", "more"), peers, 0.0)
         assert (again.peer, again.reason) == (first.peer, Reason.WARM)
 
+    @pytest.mark.parametrize("has_chain", [True, False])
+    def test_a_job_waits_for_no_slot_while_another_machine_has_one(self, has_chain):
+        """P3, P4: what it would wait for is everybody, people and jobs."""
+        peers = site(*"ab", num_slots=4)
+        for name, num_people in (("a", 3), ("b", 1)):
+            for number in range(num_people):
+                peers.began(request(f"person {number}"), name)
+        for name, num_jobs in (("a", 1), ("b", 1)):
+            for number in range(num_jobs):
+                peers.began(request(f"job {number}", priority=Priority.BACKGROUND), name)
+        for _ in range(2):  # b has two slots
+            for number in range(20):
+                chain = request(f"new {number}", system=b"").chain if has_chain else ()
+                asked = RouteRequest(model=MODEL, chain=chain, priority=Priority.BACKGROUND)
+                assert Router().choose(asked, peers, 0.0).peer == "b"
+            peers.began(asked, "b")
+
     def test_a_job_does_not_take_the_place_of_people_on_its_warm_machine(self):
         """P4: where people have every slot, a job goes elsewhere, though its prefix is there."""
         peers = site(*"abc")

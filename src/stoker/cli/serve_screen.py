@@ -61,7 +61,10 @@ class ServeInLog(Screen):
         """Print the readiness line, and log what else there is to know."""
         print(line, flush=True)
         facts = facts_of(service, self._server, self._own)
-        log.info("ready: %s", "; ".join(f"{name}: {text}" for name, text in facts if name))
+        told: list[str] = []
+        for name, text in facts:
+            told.append(f"{name}: {text}" if name or not told else f"{told.pop()}, {text}")
+        log.info("ready: %s", "; ".join(told))
 
 
 class ServeInTerminal(Screen):
@@ -254,9 +257,11 @@ def _repeatable_text(info: ModelInfo) -> list[str]:
 def _context(engine: EngineSettings, models: Iterable[ModelInfo]) -> str:
     if any(info.kv_layout == "streams" for info in models):
         return "each with all of a model's context"
-    num_tokens = engine.kv_cells or engine.ctx_size
-    shared = count_text(num_tokens, "token") if num_tokens else "the model's own context"
-    return f"sharing {shared}"
+    cells = sorted({info.num_cells for info in models} - {0}) or [engine.kv_cells or engine.ctx_size]
+    if cells == [0]:
+        return "sharing the model's own context"
+    least = f"{cells[0]:,} to " if len(cells) > 1 else ""
+    return f"sharing {least}{count_text(cells[-1], 'token')}"
 
 
 def _keys_text(address: str, server: ServerSettings) -> str:

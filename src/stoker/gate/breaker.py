@@ -57,7 +57,7 @@ class Breaker:
         if self.state is Gauge.OPEN:
             self.state = Gauge.HALF_OPEN if self._has_worked else Gauge.CLOSED
             self.has_trial = False
-        self.reason = ""
+        self.reason, self.is_refused = "", False
 
     def silent(self, reason: str) -> None:
         """It was asked how it is, and did not say."""
@@ -70,6 +70,10 @@ class Breaker:
     def began(self) -> None:
         """It was given a request."""
         self.has_trial = self.state is Gauge.HALF_OPEN
+
+    def ended(self) -> None:
+        """A request is not there any more; where it heard nothing, the next one tries the machine."""
+        self.has_trial = False
 
     def worked(self) -> None:
         """A request has heard of it."""

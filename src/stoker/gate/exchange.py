@@ -128,6 +128,7 @@ class ConnectionPool:
         head += [f"{name}: {value}" for name, value in server.headers.items() if name != "Content-Type"]
         self._head = "\r\n".join([*head, f"Content-Type: {FRAMES}", "Content-Length: %d\r\n\r\n"])
         self._kept: list[FrameConnection] = []
+        self._is_closed = False
 
     def __repr__(self) -> str:
         return f"<ConnectionPool of {self._host}:{self._port}, {len(self._kept)} kept>"
@@ -156,14 +157,15 @@ class ConnectionPool:
 
     def keep(self, connection: FrameConnection) -> None:
         """Use it for another request."""
-        if len(self._kept) >= MAX_KEPT:
+        if self._is_closed or len(self._kept) >= MAX_KEPT:
             connection.abort()
             return
         connection.kept_s = asyncio.get_running_loop().time()
         self._kept.append(connection)
 
     def close(self) -> None:
-        """Close those that carry nothing."""
+        """Close those that carry nothing, and each of the others once it does."""
+        self._is_closed = True
         while self._kept:
             self._kept.pop().abort()
 

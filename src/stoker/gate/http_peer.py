@@ -10,6 +10,7 @@ from urllib.parse import quote
 import httpx
 import msgspec
 
+from stoker.errors import OperatorOnlyError
 from stoker.gate.exchange import ConnectionPool, FrameExchange
 from stoker.gate.link import MovingState, PeerLook
 from stoker.ipc.commands import CountTokens, Detokenize, Tokenize
@@ -22,7 +23,7 @@ from stoker.remote.connection import Hints, ServerConnection
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, AsyncIterator
 
-    from stoker.gate.link import OnEnd, OnEvents, PeerRun
+    from stoker.gate.link import OnEnd, OnEvents, PeerLink, PeerRun
     from stoker.ipc.commands import Submit, TextQuestion
     from stoker.ipc.request import GenerateRequest
 
@@ -40,12 +41,16 @@ class HttpPeer:
         url: of the server.
         api_key: an operator's there; None: it asks for none.
 
+    Attributes:
+        access: both.
+
     Raises:
         InvalidRequestError: the URL or the key is none.
     """
 
     def __init__(self, url: str, api_key: str | None) -> None:
         self._server = ServerConnection(url, api_key, _HINTS)
+        self.access = (self._server.url, api_key)
         self._server.open()
         self._pool = ConnectionPool(self._server)
         url_read = httpx.URL(self._server.url)
@@ -59,6 +64,10 @@ class HttpPeer:
         """See `PeerLink`."""
         return self._server.url
 
+    def is_like(self, other: PeerLink) -> bool:
+        """See `PeerLink`: of the same URL, with the same key."""
+        return isinstance(other, HttpPeer) and other.access == self.access
+
     async def look(self) -> PeerLook:
         """See `PeerLink`."""
         try:
@@ -67,6 +76,8 @@ class HttpPeer:
                 status = await self._server.get(wire.STATUS, RuntimeStatus)
         except TimeoutError:
             raise self._server.silent(LOOK_S) from None
+        if overview.refusal:  # each request would be refused with it
+            raise OperatorOnlyError(f"{overview.refusal}{_HINTS.key}")
         return PeerLook(overview=overview, status=status)
 
     def run(self, submit: Submit, on_events: OnEvents, on_end: OnEnd) -> PeerRun:

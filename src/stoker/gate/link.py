@@ -98,6 +98,10 @@ class PeerLink(Protocol):
         """Where it is, for people."""
         ...
 
+    def is_like(self, other: PeerLink) -> bool:
+        """Whether the other reaches the same machine in the same way: it stays in use, with what it has."""
+        ...
+
     async def look(self) -> PeerLook:
         """How it is now. Raises StokerError: it does not answer, or lets nobody in."""
         ...

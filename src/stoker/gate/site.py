@@ -221,14 +221,23 @@ class Site:
             if known is None:
                 self._machines[name] = Machine(link)
             else:
-                known.is_wanted = True
-                if link is not known.link:
-                    self._later(link.close())
+                self._take_link(known, link)
         self.start()
         for machine in self:
             self._tell(machine)
         self._told_models()
         self.on_change()
+
+    def _take_link(self, machine: Machine, link: PeerLink) -> None:
+        """Reach a machine that stays by that link from now on, unless it is as the one that there is."""
+        if link is machine.link:
+            return
+        if link.is_like(machine.link):
+            self._later(link.close())
+            return
+        before = Machine(machine.link, task=machine.task)
+        machine.link, machine.task = link, None
+        self._later(self._end(before))
 
     def forget(self, name: str) -> None:
         """A machine that is no part of the site has ended its last request."""
@@ -312,6 +321,8 @@ class Site:
     def ended(self, request: RouteRequest, name: str) -> None:
         """It is not there any more."""
         self.peers.ended(request, name)
+        if (machine := self._machines.get(name)) is not None:
+            machine.breaker.ended()
 
     def worked(self, name: str) -> None:
         """A machine has told something of a request."""

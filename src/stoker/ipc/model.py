@@ -449,6 +449,7 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
         backend: name of the one that serves it, or is to.
         backend_reason: why it is that one and not one that comes before it; empty: it is the first.
         vocabulary: digest of its tokens where it has several ways to be served (docs/adr/0032).
+        num_cells: tokens that all its sequences may hold together; 0: not known before its first load.
         kv_layout: where the tokens of sequences lie, as in `KVLayout`; "pool" or "streams".
         is_repeatable: its answers are computed as if each ran alone (docs/repeatable.md).
         repeatable_cost: how much longer a step takes for it here, 0.15 being 15 %; None: not measured.
@@ -487,6 +488,7 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
     num_slots: int
     num_threads: int
     kv_type: str
+    num_cells: int = 0
     kv_layout: str = ""
     is_repeatable: bool = False
     repeatable_cost: float | None = None

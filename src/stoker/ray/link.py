@@ -22,7 +22,7 @@ from stoker.ipc.commands import TextQuestion
 from stoker.ipc.events import Failed, Finished
 
 if TYPE_CHECKING:
-    from stoker.gate.link import OnEnd, OnEvents, PeerRun
+    from stoker.gate.link import OnEnd, OnEvents, PeerLink, PeerRun
     from stoker.ipc.commands import Submit
     from stoker.ipc.events import Event, RequestEvent
     from stoker.ray.calls import ReplicaCalls
@@ -153,6 +153,10 @@ class RayPeer:
     def url(self) -> str:
         """See `PeerLink`."""
         return f"{self.calls.name}/{self.name}"
+
+    def is_like(self, other: PeerLink) -> bool:
+        """See `PeerLink`: each has a stream of its own."""
+        return other is self
 
     async def look(self) -> PeerLook:
         """See `PeerLink`."""

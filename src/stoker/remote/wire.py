@@ -58,6 +58,7 @@ class Overview(msgspec.Struct, frozen=True, kw_only=True):
         states: the same and downloads, as they were last heard of.
         prefixes: hashes of the newest beginnings that gates gave and that are held, eight bytes each,
             little-endian; empty: none, or the caller is no operator.
+        refusal: why the caller is no operator, who alone may hand requests over; empty: it is one.
     """
 
     is_ready: bool
@@ -66,6 +67,7 @@ class Overview(msgspec.Struct, frozen=True, kw_only=True):
     models: list[ModelInfo]
     states: list[ModelStatus]
     prefixes: bytes = b""
+    refusal: str = ""
 
 
 class AnswerHead(msgspec.Struct, frozen=True, tag=True):

@@ -26,7 +26,7 @@ from stoker.errors import ModelNotFoundError, NoMachineError, StokerError
 from stoker.ipc.request import Priority
 from stoker.routing.hashing import name_key
 from stoker.routing.load import PeerLimits, PeerState, closed, reluctance
-from stoker.routing.peers import Peers, RouteRequest
+from stoker.routing.peers import PeerPool, Peers, RouteRequest
 
 MAX_DEPTH = 8
 """Ends of a chain that are looked for: the last turns, and an edited one among them."""
@@ -151,6 +151,7 @@ class _Look:
         self._now = now
         self._exclude = exclude
         self._slot_load = (pool.load(request.priority) + 1) / pool.num_slots
+        self._has_enough = _num_before(request, pool) < pool.num_slots
         self._places: list[str] | None = None
 
     # ------------------------------------------------------------ in order of preference
@@ -238,9 +239,11 @@ class _Look:
         return load < least or load < math.ceil(times * self._slot_load * self._peers.state(name).num_slots)
 
     def _waits_in_vain(self, name: str) -> bool:
-        """Whether every slot there is taken by its class while all machines have enough for all of it."""
+        """Whether every slot there is taken while all machines have enough for all that it waits for."""
         load = self._peers.load(name, self._request.priority)
-        return self._slot_load <= 1.0 and load >= self._peers.state(name).num_slots
+        if self._request.priority is Priority.BACKGROUND:
+            load += self._people(name)
+        return self._has_enough and load >= self._peers.state(name).num_slots
 
     def _is_last_resort(self, name: str) -> bool:
         request, state = self._request, self._peers.state(name)
@@ -255,11 +258,19 @@ class _Look:
     def _busyness(self, name: str) -> tuple[float, float, float]:
         """People wait for people alone; a job waits for everybody."""
         state, priority = self._peers.state(name), self._request.priority
-        own = self._peers.load(name, priority) / state.num_slots
-        return own, self._people(name) / state.num_slots, state.interactive_wait_s
+        own = waits_for = self._peers.load(name, priority)
+        if priority is Priority.BACKGROUND:
+            waits_for += self._people(name)
+        return waits_for / state.num_slots, own / state.num_slots, state.interactive_wait_s
 
     def _is_in(self, prefixes: frozenset[int]) -> bool:
         return not prefixes.isdisjoint(self._request.chain)
+
+
+def _num_before(request: RouteRequest, pool: PeerPool) -> int:
+    """Requests that it waits for where there is no slot: people for people alone, a job for everybody."""
+    is_job = request.priority is Priority.BACKGROUND
+    return pool.load(request.priority) + (pool.load(Priority.INTERACTIVE) if is_job else 0)
 
 
 def _refused(request: RouteRequest, peers: Peers, exclude: Container[str]) -> StokerError:

@@ -517,6 +517,7 @@ def model_info(runner: ModelRunner) -> ModelInfo:
         num_slots=num_slots,
         num_threads=threads.num_threads if threads else 0,
         kv_type=limits.kv_type,
+        num_cells=limits.num_cells,
         kv_layout=limits.kv_layout,
         is_repeatable=limits.is_repeatable,
         repeatable_cost=limits.repeatable_cost,

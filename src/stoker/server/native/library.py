@@ -253,6 +253,7 @@ def _overview(context: ServerContext, caller: Identity) -> wire.Overview:
         models=models,
         states=model_states_for(caller, runtime),
         prefixes=runtime.handover.held() if caller.is_operator else b"",
+        refusal=caller.refusal,
     )
 
 
