@@ -424,7 +424,7 @@ def mistakes_of(document: Mapping[str, Any]) -> Iterator[InvalidRequestError]:
             continue
         try:
             name = _known(key)
-            _check_no_table(key, name, value)
+            _check_kind(key, name, value)
             (EngineSettings if name in EngineSettings.model_fields else ServerSettings)(**{name: value})
         except InvalidRequestError as error:
             head, dot, rest = (error.param or key).partition(".")
@@ -441,10 +441,16 @@ def _hash_in(table: object) -> str:
         return ""
 
 
-def _check_no_table(key: str, name: str, value: object) -> None:
-    """Raises InvalidRequestError for tables of models that are written `[model.NAME]`."""
+def _check_kind(key: str, name: str, value: object) -> None:
+    """Raises InvalidRequestError for tables written `[model.NAME]`, and what a variable alone has as text."""
     if name == "models" and isinstance(value, dict):
         raise InvalidRequestError(f"{key}: tables of models are written [models.NAME]", param=key)
+    field = (EngineSettings.model_fields | ServerSettings.model_fields).get(name)
+    kind, shown = field and _plain(field.annotation), str(value).lower()
+    if kind in {int, float} and isinstance(value, bool):
+        raise InvalidRequestError(f"{key}: {shown} is no number", param=key)
+    if kind is bool and not isinstance(value, bool):
+        raise InvalidRequestError(f"{key}: {shown!r} is neither true nor false", param=key)
 
 
 def _mistakes_of_table(
@@ -571,7 +577,7 @@ def _read_toml(path: Path, left_out: Collection[str] = ()) -> _Layer:
     try:
         spelled = {_known(key): f"{_TOML_NAMES.get(key, key)} in {path}" for key in found}
         for key, value in found.items():
-            _check_no_table(key, _known(key), value)
+            _check_kind(key, _known(key), value)
     except InvalidRequestError as error:
         raise InvalidRequestError(f"{path}: {error.message}", param=error.param) from None
     return _Layer({_known(key): value for key, value in found.items()}, spelled)

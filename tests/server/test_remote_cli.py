@@ -132,6 +132,22 @@ def test_ps_shows_models_requests_and_memory(call, scripted):
     assert "572 MiB of 3.7 GiB used, 2.8 GiB available, pressure warning (CUDA0), heat fair" in done.stdout
 
 
+def test_ps_of_one_model_fits_a_terminal(call, scripted):
+    """SPEC I1: with an id of the longest kind; the model stands above, alone."""
+    engine = busy_engine()
+    named = msgspec.structs.replace(engine.slots[0], request_id="chatcmpl-" + 32 * "0")
+    scripted.runtime.engine = msgspec.structs.replace(
+        engine, models=engine.models[:1], slots=[named], queue=[], parked=[]
+    )
+    lines = call("ps").stdout.splitlines()
+    at = next(number for number, line in enumerate(lines) if line.startswith("request "))
+    assert [line.split()[1:] for line in lines[at : at + 2]] == [
+        ["class", "tokens", "state"],
+        ["interactive", "70", "decode"],
+    ]
+    assert max(map(len, lines[at : at + 2])) <= 80
+
+
 def test_ps_shows_the_memory_of_each_accelerator(call, scripted):
     """SPEC M9: who has it, how it is, and another program that holds it; one that has none is not there."""
     scripted.runtime.engine = busy_engine()
@@ -192,7 +208,7 @@ def test_each_command_asks_the_server_for_its_one_thing(call, scripted):
     assert f"stand-in is ready: 1 B, context {INFO.n_ctx}" in said[1].stdout
     assert [done.stdout.strip() for done in said[2:]] == [
         "stand-in is not in memory any more",
-        "stand-in stays in memory",
+        "stand-in is pinned: once it is in memory it stays there",
         "stand-in may be unloaded",
         "suspended",
         "suspended",

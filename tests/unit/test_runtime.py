@@ -332,4 +332,4 @@ async def test_a_limit_below_what_stoker_itself_takes_is_told_as_a_sum_that_is_t
             pass
     text = refused.value.message
     assert "of the 95.4 MiB that may be used here Stoker itself takes" in text
-    assert text.endswith("and 512 MiB have to stay free")
+    assert text.endswith("and 512 MiB have to stay free (memory_margin)")

@@ -209,6 +209,25 @@ def test_a_value_of_the_file_is_refused_by_its_key_and_the_file_once(
 
 
 @pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ("max-step-ms = true", "max-step-ms: true is no number"),
+        ("slots = false", "slots: false is no number"),
+        ('mmap = "yes"', "mmap: 'yes' is neither true nor false"),
+        ("mmap = 1", "mmap: '1' is neither true nor false"),
+    ],
+)
+def test_a_value_of_the_file_has_the_kind_that_its_setting_has(
+    write_config: Callable[[str], Path], text: str, problem: str
+) -> None:
+    """D20: a file has kinds of its own, of which a variable, that is text, has none."""
+    config = write_config(text)
+    with pytest.raises(InvalidRequestError) as caught:
+        load_settings({}, config)
+    assert caught.value.message == f"{config}: {problem}"
+
+
+@pytest.mark.parametrize(
     ("variable", "meant"),
     [
         ("STOKER_SLOTZ", "STOKER_SLOTS"),

@@ -94,11 +94,19 @@ def _print_requests(console: Console, status: dict[str, Any]) -> None:
     busy = [(slot, slot["state"]) for slot in status["slots"] if slot["state"] in _BUSY]
     waiting = [(found, _place(found)) for found in status["queue"]]
     standing = [(found, name) for name in ("parked", "paused") for found in status[name]]
+    has_several = len(status["models"]) > 1  # else its column says nothing, and takes a line beyond the edge
     rows = [
-        (found["request_id"] or "", found["model"], found["class"] or "", str(found["num_tokens"]), state)
+        (
+            found["request_id"] or "",
+            *([found["model"]] if has_several else []),
+            found["class"] or "",
+            str(found["num_tokens"]),
+            state,
+        )
         for found, state in (*busy, *waiting, *standing)
     ]
-    print_table(console, ("request", "model", "class", "tokens", "state"), rows)
+    head = ("request", *(["model"] if has_several else []), "class", "tokens", "state")
+    print_table(console, head, rows)
 
 
 def _print_machines(console: Console, machines: list[dict[str, Any]]) -> None:

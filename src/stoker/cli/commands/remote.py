@@ -84,7 +84,7 @@ def pin(
 ) -> None:
     """Never unload a model to make room for another."""
     answer = _post(url, api_key, f"{_MODELS}/pin", {"model": model, "pinned": not off}, f"pinning {model}")
-    fate = "stays in memory" if answer["pinned"] else "may be unloaded"
+    fate = "is pinned: once it is in memory it stays there" if answer["pinned"] else "may be unloaded"
     _say(answer, f"{answer['id']} {fate}", as_json=as_json)
 
 

@@ -363,7 +363,8 @@ class Placement:
         return ModelTooLargeError(
             f"{load.spec.id} needs {size_text(needed_bytes)} at the least; of the"
             f" {size_text(sample.limit_bytes)} that may be used here Stoker itself takes"
-            f" {size_text(self._own_bytes or 0)}, and {size_text(self._margin_bytes)} have to stay free",
+            f" {size_text(self._own_bytes or 0)}, and {size_text(self._margin_bytes)} have to stay free"
+            " (memory_margin)",
             needed=needed_bytes,
             limit=budget.limit_bytes,
             margin=self._margin_bytes,

@@ -306,7 +306,7 @@ def _too_large(
 def _no_room_now(spec: ModelSpec, needed: int, budget: MemoryBudget) -> InsufficientMemoryError:
     return InsufficientMemoryError(
         f"{spec.id} needs {size_text(needed)} at the least, and {size_text(budget.margin_bytes)} have to stay"
-        f" free; {size_text(max(0, budget.free_bytes))} can be had now",
+        f" free (memory_margin); {size_text(max(0, budget.free_bytes))} can be had now",
         needed=needed,
         free=budget.free_bytes,
         margin=budget.margin_bytes,
