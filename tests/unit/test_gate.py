@@ -509,6 +509,27 @@ def test_a_machine_that_failed_is_tried_by_one_request() -> None:
     assert breaker.takes
 
 
+async def test_what_a_machine_was_before_what_is_known_of_it_is_not_taken(bench: Bench) -> None:
+    """P10: a load is told once: an older look that is answered later does not take it back."""
+    link = bench.links[0]
+    is_answered = asyncio.Event()
+
+    async def older() -> PeerLook:
+        await is_answered.wait()
+        return look(life="absent")
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(link, "look", older)
+        asked = asyncio.create_task(bench.site.ask_now(link.name))
+        await bench.settle()
+    await bench.site.ask_now(link.name)
+    is_answered.set()
+    await asked
+    machine = bench.site.machine(link.name)
+    assert machine is not None
+    assert machine.life(MODEL) == "ready"
+
+
 async def test_a_trial_that_ended_before_it_was_heard_of_is_followed_by_another(bench: Bench) -> None:
     """P8: its caller has left, or the machine has refused it: a machine is not on trial for ever."""
     bench.site.worked("a")

@@ -43,6 +43,8 @@ class Machine:
         slots: the numbers of its slots by model: each slot of the site has one.
         num_moved: requests that were taken away from it.
         is_wanted: it is a part of the site; else it ends what it has.
+        num_looks: times that it was asked how it is.
+        newest_look: the last of those that was answered.
     """
 
     link: PeerLink
@@ -53,6 +55,8 @@ class Machine:
     num_moved: int = 0
     suspended_since: float | None = None
     looked_s: float = 0.0
+    num_looks: int = 0
+    newest_look: int = 0
     wakes: asyncio.Event = field(default_factory=asyncio.Event)
     task: asyncio.Task[None] | None = None
 
@@ -366,6 +370,7 @@ class Site:
 
     async def _ask(self, machine: Machine) -> None:
         was_open = machine.breaker.state is Gauge.OPEN
+        machine.num_looks = number = machine.num_looks + 1
         try:
             look = await machine.link.look()
         except StokerError as error:
@@ -374,6 +379,9 @@ class Site:
             if machine.breaker.state is Gauge.OPEN and not was_open:
                 log.warning("%s gets no requests: %s", machine.link.name, error.message)
         else:
+            if number < machine.newest_look:
+                return  # how it was before what is known of it
+            machine.newest_look = number
             machine.look, machine.looked_s = look, self.now()
             machine.breaker.answered()
             self._note_sleep(machine, look)
