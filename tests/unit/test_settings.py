@@ -220,7 +220,7 @@ def test_a_value_of_the_file_is_refused_by_its_key_and_the_file_once(
 def test_a_value_of_the_file_has_the_kind_that_its_setting_has(
     write_config: Callable[[str], Path], text: str, problem: str
 ) -> None:
-    """D20: a file has kinds of its own, of which a variable, that is text, has none."""
+    """A file has kinds of its own, of which a variable, that is text, has none (D20)."""
     config = write_config(text)
     with pytest.raises(InvalidRequestError) as caught:
         load_settings({}, config)
