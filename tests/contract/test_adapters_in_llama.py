@@ -112,6 +112,13 @@ def rows_of_short_texts(backend: LlamaBackend) -> np.ndarray:
     return np.concatenate(found)
 
 
+def check_are_alike(found: np.ndarray, expected: np.ndarray) -> None:
+    """Rows of short texts: the same but for the few that meet a rounding."""
+    errors = np.abs(found - expected).max(axis=1)
+    assert np.quantile(errors, 0.9) < TOLERANCE
+    assert errors.max() < ROUNDING
+
+
 @pytest.mark.parametrize(
     "pairs",
     [[("red", 1.0)], [("red", 0.4)], [("blue", -1.5)], [("blue", 0.5), ("red", 0.7)]],
@@ -132,9 +139,7 @@ def test_an_adapter_is_as_if_merged_into_the_weights(
     backend.drop(0)
     backend.condition(0, adapted(*pairs))
     found = rows_of_short_texts(backend)
-    errors = np.abs(found - expected).max(axis=1)
-    assert np.quantile(errors, 0.9) < TOLERANCE
-    assert errors.max() < ROUNDING
+    check_are_alike(found, expected)
     assert np.abs(found - plain).max(axis=1).min() > 1.0
 
 
@@ -272,10 +277,14 @@ def test_embeddings_are_adapted_where_they_are_no_output_matrix_as_well(
     """SPEC K6: where they are, llama.cpp would end the process, so that is refused."""
     words = write_adapter(tmp_path / "words.gguf", targets=EMBEDDINGS)
     with open_tiny(write_merged(tmp_path / "merged.gguf", base, (words, 0.7))) as reference:
-        expected = rows_of(reference)
+        expected = rows_of_short_texts(reference)
     with open_tiny(base, {"words": words}) as backend:
+        plain = rows_of_short_texts(backend)
+        backend.drop(0)
         backend.condition(0, adapted(("words", 0.7)))
-        assert np.abs(rows_of(backend) - expected).max() < TOLERANCE
+        found = rows_of_short_texts(backend)
+    check_are_alike(found, expected)
+    assert np.abs(found - plain).max(axis=1).min() > 1.0
     with pytest.raises(UnsupportedError, match=r"words\.gguf .* tied\.gguf: .* output matrix"):
         open_tiny(write_llama(tmp_path / "tied.gguf", is_tied=True), {"words": words})
 
