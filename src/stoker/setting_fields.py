@@ -9,7 +9,7 @@ import difflib
 import re
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Self, get_args
 
 from pydantic import BeforeValidator, Field, ModelWrapValidatorHandler, ValidationError, model_validator
 from pydantic_settings import (
@@ -235,6 +235,11 @@ class FrozenSettings(BaseSettings):
     @model_validator(mode="wrap")
     @classmethod
     def _typed_errors(cls, data: Any, handler: ModelWrapValidatorHandler[Self]) -> Self:
+        for name, value in data.items() if isinstance(data, dict) else ():
+            field = cls.model_fields.get(name)
+            if isinstance(value, bool) and field is not None and not _takes_truths(field.annotation):
+                text = f"{name}: {str(value).lower()} is no value of it"  # and not 1 or 0
+                raise InvalidRequestError(text, param=name)
         try:
             return handler(data)
         except ValidationError as error:
@@ -247,6 +252,10 @@ class FrozenSettings(BaseSettings):
             InvalidRequestError: a name is unknown or a value out of range; `param` names it.
         """
         return type(self)(**{**self.model_dump(exclude_unset=True), **fields})
+
+
+def _takes_truths(kind: Any) -> bool:
+    return kind in {bool, Any} or any(map(_takes_truths, get_args(kind)))
 
 
 def nearest(name: str, known: Sequence[str]) -> str:

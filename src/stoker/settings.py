@@ -442,15 +442,12 @@ def _hash_in(table: object) -> str:
 
 
 def _check_kind(key: str, name: str, value: object) -> None:
-    """Raises InvalidRequestError for tables written `[model.NAME]`, and what a variable alone has as text."""
+    """Raises InvalidRequestError for tables written `[model.NAME]`, and for truths written as texts."""
     if name == "models" and isinstance(value, dict):
         raise InvalidRequestError(f"{key}: tables of models are written [models.NAME]", param=key)
     field = (EngineSettings.model_fields | ServerSettings.model_fields).get(name)
-    kind, shown = field and _plain(field.annotation), str(value).lower()
-    if kind in {int, float} and isinstance(value, bool):
-        raise InvalidRequestError(f"{key}: {shown} is no number", param=key)
-    if kind is bool and not isinstance(value, bool):
-        raise InvalidRequestError(f"{key}: {shown!r} is neither true nor false", param=key)
+    if field and _plain(field.annotation) is bool and not isinstance(value, bool):
+        raise InvalidRequestError(f"{key}: write true or false, without quotes, not {value!r}", param=name)
 
 
 def _mistakes_of_table(

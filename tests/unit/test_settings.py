@@ -211,10 +211,13 @@ def test_a_value_of_the_file_is_refused_by_its_key_and_the_file_once(
 @pytest.mark.parametrize(
     ("text", "problem"),
     [
-        ("max-step-ms = true", "max-step-ms: true is no number"),
-        ("slots = false", "slots: false is no number"),
-        ('mmap = "yes"', "mmap: 'yes' is neither true nor false"),
-        ("mmap = 1", "mmap: '1' is neither true nor false"),
+        ("max-step-ms = true", "max-step-ms in {}: true is no value of it"),
+        ("slots = false", "slots in {}: false is no value of it"),
+        ("gpu_layers = true", "gpu_layers in {}: true is no value of it"),
+        ("device = true", "device in {}: true is no value of it"),
+        ("[models.m]\nfile = 'x'\nslots = true", "models.m.slots in {}: true is no value of it"),
+        ('mmap = "true"', "{}: mmap: write true or false, without quotes, not 'true'"),
+        ("mmap = 1", "{}: mmap: write true or false, without quotes, not 1"),
     ],
 )
 def test_a_value_of_the_file_has_the_kind_that_its_setting_has(
@@ -224,7 +227,7 @@ def test_a_value_of_the_file_has_the_kind_that_its_setting_has(
     config = write_config(text)
     with pytest.raises(InvalidRequestError) as caught:
         load_settings({}, config)
-    assert caught.value.message == f"{config}: {problem}"
+    assert caught.value.message == problem.format(config)
 
 
 @pytest.mark.parametrize(
