@@ -18,6 +18,8 @@ import pytest
 
 from stoker.cli.top.frame import FrameState, frame
 from stoker.cli.top.view import RuntimeView
+from stoker.errors import AuthenticationError, StokerError
+from stoker.gate.http_peer import HttpPeer
 from stoker.gate.prompts import chain_of
 from stoker.gate.runtime import GateRuntime
 from stoker.ipc.codec import event_decoder
@@ -300,6 +302,49 @@ def test_a_gate_that_no_machine_answers_says_so_and_serves_as_soon_as_one_does(
             asyncio.run_coroutine_threadsafe(work, gate._loop).result(10)
             gate.ready.result(60)
             assert text_of(http.post("/v1/completions", json=ASKED))
+
+
+def test_a_link_goes_on_with_what_it_has_when_its_key_changes(start_server: Start, tmp_path: Path) -> None:
+    """P10: a request under way ends well, and what is asked next has the other key."""
+    admin = tmp_path / "admin"
+    admin.write_text("boss\n")
+    machine = start_server(make_machine, api_key_file=admin, admin_key_file=admin)
+    machine.ready.result(60)
+    request = GenerateRequest(prompt="x", model="fake", max_tokens=40)
+
+    async def play() -> None:
+        link, has_begun, ended = HttpPeer(machine.url, "boss"), asyncio.Event(), asyncio.Event()
+        told: list[Any] = []
+        ends: list[StokerError | None] = []
+
+        def on_events(events: list[Any]) -> None:
+            told.extend(events)
+            has_begun.set()
+
+        def on_end(error: StokerError | None) -> None:
+            ends.append(error)
+            ended.set()
+
+        link.run(Submit(request_id="a", request=request), on_events, on_end)
+        await has_begun.wait()
+        for key in ("none", "boss"):
+            other = HttpPeer(machine.url, key)
+            link.take_key(other)
+            await other.close()
+            if key == "none":
+                with pytest.raises(AuthenticationError):
+                    await link.look()
+        assert (await link.look()).overview.is_ready
+        await asyncio.wait_for(ended.wait(), 60)
+        assert ends == [None]
+        assert sum(len(event.token_ids) for event in told if isinstance(event, Delta)) == 40
+        again = asyncio.Event()
+        link.run(Submit(request_id="b", request=request), told.extend, lambda _: again.set())
+        await asyncio.wait_for(again.wait(), 60)
+        assert isinstance(told[-1], Finished)
+        await link.close()
+
+    asyncio.run(play())
 
 
 def test_a_machine_that_wants_another_key_is_told_of_until_its_file_has_one(

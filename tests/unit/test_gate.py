@@ -127,9 +127,9 @@ class ScriptedLink:
         self.operated.append(action)
         self.answer = look()
 
-    def is_like(self, other: Any) -> bool:
-        """By the key."""
-        return (self.name, self.key) == (other.name, other.key)
+    def take_key(self, other: Any) -> None:
+        """Note it."""
+        self.key = other.key
 
     async def close(self) -> None:
         """Note it."""
@@ -408,22 +408,16 @@ async def test_models_stay_while_all_machines_are_replaced(bench: Bench) -> None
 
 
 async def test_a_machine_that_stays_is_reached_with_the_key_that_it_has_now(bench: Bench) -> None:
-    """P10: and goes on with what it has; one whose key is as it was stays as it is."""
-    bench.submit()
-    first = bench.run
-    first.say(1)
-    now = [ScriptedLink(link.name, key="new" if link is bench.link else "") for link in bench.links]
+    """P10: by the link that there is, which has its requests; it is asked at once how it is."""
+    now = [ScriptedLink("a", key="new"), ScriptedLink("b")]
+    for machine in bench.site:
+        machine.wakes.clear()
     bench.site.replace(now)
+    assert [machine.wakes.is_set() for machine in bench.site] == [True, True]
     await bench.settle()
-    found = [machine.link for machine in bench.site]
-    at = bench.links.index(bench.link)
-    assert [link is new for link, new in zip(found, now, strict=True)] == [at == 0, at == 1]
-    assert [link.is_closed for link in (*bench.links, *now)] == [at == 0, at == 1, at == 1, at == 0]
-    first.say(2, reason=FinishReason.LENGTH)
-    await bench.settle()
-    assert bench.tokens == [1, 2]
-    await bench.turn(now[at], look(is_ready=False))
-    assert not bench.site.takes(now[at].name)
+    assert [machine.link for machine in bench.site] == bench.links
+    assert [link.key for link in bench.links] == ["new", ""]
+    assert [link.is_closed for link in (*bench.links, *now)] == [False, False, True, True]
 
 
 async def test_a_cancel_ends_it_here_and_there(bench: Bench) -> None:
@@ -503,31 +497,48 @@ def test_a_machine_that_failed_is_tried_by_one_request() -> None:
     assert not breaker.takes
     breaker.answered()
     assert breaker.takes
-    breaker.began()
+    trial, older = object(), object()
+    breaker.began(trial)
+    breaker.ended(older)
     assert not breaker.takes
     breaker.worked()
     assert breaker.takes
 
 
-async def test_what_a_machine_was_before_what_is_known_of_it_is_not_taken(bench: Bench) -> None:
-    """P10: a load is told once: an older look that is answered later does not take it back."""
-    link = bench.links[0]
-    is_answered = asyncio.Event()
-
-    async def older() -> PeerLook:
-        await is_answered.wait()
-        return look(life="absent")
-
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(link, "look", older)
-        asked = asyncio.create_task(bench.site.ask_now(link.name))
-        await bench.settle()
-    await bench.site.ask_now(link.name)
-    is_answered.set()
-    await asked
-    machine = bench.site.machine(link.name)
+@pytest.mark.parametrize("older", [look(life="absent"), LOST], ids=["answers", "fails"])
+async def test_what_a_machine_was_before_what_is_known_of_it_is_not_taken(
+    bench: Bench, older: PeerLook | StokerError
+) -> None:
+    """P8, P10: an older look that ends later takes no newer one back, and no loss."""
+    link, machine = bench.links[0], bench.site.machine("a")
     assert machine is not None
-    assert machine.life(MODEL) == "ready"
+
+    @asynccontextmanager
+    async def meanwhile() -> AsyncIterator[None]:
+        is_answered = asyncio.Event()
+
+        async def late() -> PeerLook:
+            await is_answered.wait()
+            if isinstance(older, StokerError):
+                raise older
+            return older
+
+        with pytest.MonkeyPatch.context() as patched:
+            patched.setattr(link, "look", late)
+            asked = asyncio.create_task(bench.site.ask_now("a"))
+            await bench.settle()
+        yield
+        is_answered.set()
+        await asked
+
+    async with meanwhile():
+        await bench.site.ask_now("a")
+    assert (machine.life(MODEL), machine.breaker.is_refused) == ("ready", False)
+    machine.breaker.silent("once")
+    assert machine.breaker.state is Gauge.CLOSED  # it is the first failure
+    async with meanwhile():
+        bench.site.lost("a", LOST)
+    assert machine.breaker.state is Gauge.OPEN
 
 
 async def test_a_trial_that_ended_before_it_was_heard_of_is_followed_by_another(bench: Bench) -> None:

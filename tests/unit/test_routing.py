@@ -175,6 +175,8 @@ class TestBounds:
         for name, num_jobs in (("a", 1), ("b", 1)):
             for number in range(num_jobs):
                 peers.began(request(f"job {number}", priority=Priority.BACKGROUND), name)
+        warm = request("job 0", "more", priority=Priority.BACKGROUND)
+        assert Router().choose(warm, peers, 0.0).peer == "b"  # though a has its beginning
         for _ in range(2):  # b has two slots
             for number in range(20):
                 chain = request(f"new {number}", system=b"").chain if has_chain else ()

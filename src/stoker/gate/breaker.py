@@ -25,15 +25,14 @@ class Breaker:
     Attributes:
         state: how it is trusted.
         reason: why it gets nothing; empty: it does.
-        has_trial: the one request that tries it is under way.
         is_refused: it answers, and lets nobody in who has no other key.
     """
 
     def __init__(self) -> None:
         self.state = Gauge.OPEN  # until it has answered once
         self.reason = NOT_ASKED
-        self.has_trial = False
         self.is_refused = False
+        self._trial: object = None
         self._pause_s = FIRST_S
         self._num_failed = MAX_FAILED_LOOKS
         self._has_worked = False
@@ -44,7 +43,7 @@ class Breaker:
     @property
     def takes(self) -> bool:
         """Whether it may be given a request."""
-        return self.state is Gauge.CLOSED or (self.state is Gauge.HALF_OPEN and not self.has_trial)
+        return self.state is Gauge.CLOSED or (self.state is Gauge.HALF_OPEN and self._trial is None)
 
     @property
     def pause_s(self) -> float:
@@ -56,7 +55,7 @@ class Breaker:
         self._num_failed, self._pause_s = 0, FIRST_S
         if self.state is Gauge.OPEN:
             self.state = Gauge.HALF_OPEN if self._has_worked else Gauge.CLOSED
-            self.has_trial = False
+            self._trial = None
         self.reason, self.is_refused = "", False
 
     def silent(self, reason: str) -> None:
@@ -67,17 +66,19 @@ class Breaker:
         else:
             self._pause_s = FIRST_S
 
-    def began(self) -> None:
-        """It was given a request."""
-        self.has_trial = self.state is Gauge.HALF_OPEN
+    def began(self, request: object) -> None:
+        """It was given that request, which tries it where it has come back."""
+        if self.state is Gauge.HALF_OPEN:
+            self._trial = request
 
-    def ended(self) -> None:
-        """A request is not there any more; where it heard nothing, the next one tries the machine."""
-        self.has_trial = False
+    def ended(self, request: object) -> None:
+        """That request is not there any more: another tries the machine, if it did and nothing was heard."""
+        if request is self._trial:
+            self._trial = None
 
     def worked(self) -> None:
         """A request has heard of it."""
-        self._has_worked = True
+        self._has_worked, self._trial = True, None
         if self.state is Gauge.HALF_OPEN:
             self.state = Gauge.CLOSED
 

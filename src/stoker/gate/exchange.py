@@ -124,18 +124,19 @@ class ConnectionPool:
         url = httpx.URL(server.url)
         self._host, self._is_tls = url.host, url.scheme == "https"
         self._port = url.port or (443 if self._is_tls else 80)
-        head = [f"POST {url.path.rstrip('/')}%s HTTP/1.1", f"Host: {url.netloc.decode()}"]
-        head += [f"{name}: {value}" for name, value in server.headers.items() if name != "Content-Type"]
-        self._head = "\r\n".join([*head, f"Content-Type: {FRAMES}", "Content-Length: %d\r\n\r\n"])
+        self._first_lines = [f"POST {url.path.rstrip('/')}%s HTTP/1.1", f"Host: {url.netloc.decode()}"]
+        self._server = server
         self._kept: list[FrameConnection] = []
-        self._is_closed = False
 
     def __repr__(self) -> str:
         return f"<ConnectionPool of {self._host}:{self._port}, {len(self._kept)} kept>"
 
     def request(self, path: str, body: bytes) -> bytes:
-        """A whole request."""
-        return (self._head % (path, len(body))).encode("latin-1") + body
+        """A whole request, with the key that the server has now."""
+        own = [f"{name}: {value}" for name, value in self._server.headers.items() if name != "Content-Type"]
+        last = f"Content-Type: {FRAMES}", "Content-Length: %d\r\n\r\n"
+        head = "\r\n".join([*self._first_lines, *own, *last])
+        return (head % (path, len(body))).encode("latin-1") + body
 
     def kept(self) -> FrameConnection | None:
         """One that is open; None: there is none."""
@@ -157,15 +158,14 @@ class ConnectionPool:
 
     def keep(self, connection: FrameConnection) -> None:
         """Use it for another request."""
-        if self._is_closed or len(self._kept) >= MAX_KEPT:
+        if len(self._kept) >= MAX_KEPT:
             connection.abort()
             return
         connection.kept_s = asyncio.get_running_loop().time()
         self._kept.append(connection)
 
     def close(self) -> None:
-        """Close those that carry nothing, and each of the others once it does."""
-        self._is_closed = True
+        """Close those that carry nothing."""
         while self._kept:
             self._kept.pop().abort()
 

@@ -41,16 +41,12 @@ class HttpPeer:
         url: of the server.
         api_key: an operator's there; None: it asks for none.
 
-    Attributes:
-        access: both.
-
     Raises:
         InvalidRequestError: the URL or the key is none.
     """
 
     def __init__(self, url: str, api_key: str | None) -> None:
         self._server = ServerConnection(url, api_key, _HINTS)
-        self.access = (self._server.url, api_key)
         self._server.open()
         self._pool = ConnectionPool(self._server)
         url_read = httpx.URL(self._server.url)
@@ -64,20 +60,21 @@ class HttpPeer:
         """See `PeerLink`."""
         return self._server.url
 
-    def is_like(self, other: PeerLink) -> bool:
-        """See `PeerLink`: of the same URL, with the same key."""
-        return isinstance(other, HttpPeer) and other.access == self.access
+    def take_key(self, other: PeerLink) -> None:
+        """See `PeerLink`."""
+        if isinstance(other, HttpPeer):
+            self._server.take_key(other._server)  # noqa: SLF001 - of its own class
 
     async def look(self) -> PeerLook:
         """See `PeerLink`."""
         try:
             async with asyncio.timeout(LOOK_S):
                 overview = await self._server.get(wire.OVERVIEW, wire.Overview)
+                if overview.refusal:  # each request would be refused with it
+                    raise OperatorOnlyError(f"requests cannot be handed over: {overview.refusal}")
                 status = await self._server.get(wire.STATUS, RuntimeStatus)
         except TimeoutError:
             raise self._server.silent(LOOK_S) from None
-        if overview.refusal:  # each request would be refused with it
-            raise OperatorOnlyError(f"{overview.refusal}{_HINTS.key}")
         return PeerLook(overview=overview, status=status)
 
     def run(self, submit: Submit, on_events: OnEvents, on_end: OnEnd) -> PeerRun:

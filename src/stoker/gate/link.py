@@ -98,8 +98,8 @@ class PeerLink(Protocol):
         """Where it is, for people."""
         ...
 
-    def is_like(self, other: PeerLink) -> bool:
-        """Whether the other reaches the same machine in the same way: it stays in use, with what it has."""
+    def take_key(self, other: PeerLink) -> None:
+        """Be let in from now on as the other would be, which reaches the same machine; what runs goes on."""
         ...
 
     async def look(self) -> PeerLook:

@@ -44,7 +44,7 @@ class Machine:
         num_moved: requests that were taken away from it.
         is_wanted: it is a part of the site; else it ends what it has.
         num_looks: times that it was asked how it is.
-        newest_look: the last of those that was answered.
+        newest_look: from that one on an answer counts: what it says is not older than what is known.
     """
 
     link: PeerLink
@@ -224,24 +224,15 @@ class Site:
             known = self._machines.get(name)
             if known is None:
                 self._machines[name] = Machine(link)
-            else:
-                self._take_link(known, link)
+            elif link is not known.link:
+                known.link.take_key(link)
+                known.wakes.set()
+                self._later(link.close())
         self.start()
         for machine in self:
             self._tell(machine)
         self._told_models()
         self.on_change()
-
-    def _take_link(self, machine: Machine, link: PeerLink) -> None:
-        """Reach a machine that stays by that link from now on, unless it is as the one that there is."""
-        if link is machine.link:
-            return
-        if link.is_like(machine.link):
-            self._later(link.close())
-            return
-        before = Machine(machine.link, task=machine.task)
-        machine.link, machine.task = link, None
-        self._later(self._end(before))
 
     def forget(self, name: str) -> None:
         """A machine that is no part of the site has ended its last request."""
@@ -320,13 +311,13 @@ class Site:
     def began(self, request: RouteRequest, name: str) -> None:
         """A request goes to a machine."""
         self.peers.began(request, name)
-        self._machines[name].breaker.began()
+        self._machines[name].breaker.began(request)
 
     def ended(self, request: RouteRequest, name: str) -> None:
         """It is not there any more."""
         self.peers.ended(request, name)
         if (machine := self._machines.get(name)) is not None:
-            machine.breaker.ended()
+            machine.breaker.ended(request)
 
     def worked(self, name: str) -> None:
         """A machine has told something of a request."""
@@ -337,6 +328,7 @@ class Site:
         """A machine has lost a request: it gets none until it answers again."""
         if (machine := self._machines.get(name)) is not None:
             machine.breaker.lost(error.message)
+            machine.newest_look = machine.num_looks + 1  # one that is under way says how it was before
             self._tell(machine)
             machine.wakes.set()
 
@@ -371,22 +363,25 @@ class Site:
     async def _ask(self, machine: Machine) -> None:
         was_open = machine.breaker.state is Gauge.OPEN
         machine.num_looks = number = machine.num_looks + 1
+        found: PeerLook | StokerError
         try:
-            look = await machine.link.look()
+            found = await machine.link.look()
         except StokerError as error:
-            machine.breaker.silent(error.message)
-            machine.breaker.is_refused = not error.code.startswith("server_")
+            found = error
+        if number < machine.newest_look:
+            return  # how it was before what is known of it
+        machine.newest_look = number
+        if isinstance(found, StokerError):
+            machine.breaker.silent(found.message)
+            machine.breaker.is_refused = not found.code.startswith("server_")
             if machine.breaker.state is Gauge.OPEN and not was_open:
-                log.warning("%s gets no requests: %s", machine.link.name, error.message)
+                log.warning("%s gets no requests: %s", machine.link.name, found.message)
         else:
-            if number < machine.newest_look:
-                return  # how it was before what is known of it
-            machine.newest_look = number
-            machine.look, machine.looked_s = look, self.now()
+            machine.look, machine.looked_s = found, self.now()
             machine.breaker.answered()
-            self._note_sleep(machine, look)
+            self._note_sleep(machine, found)
             if was_open:
-                log.info("%s is up, %s", machine.link.name, look.overview.health.state)
+                log.info("%s is up, %s", machine.link.name, found.overview.health.state)
         self._tell(machine)
         self._changed.set()
         self._told_models()

@@ -154,9 +154,8 @@ class RayPeer:
         """See `PeerLink`."""
         return f"{self.calls.name}/{self.name}"
 
-    def is_like(self, other: PeerLink) -> bool:
-        """See `PeerLink`: each has a stream of its own."""
-        return other is self
+    def take_key(self, other: PeerLink) -> None:
+        """See `PeerLink`: there are no keys."""
 
     async def look(self) -> PeerLook:
         """See `PeerLink`."""

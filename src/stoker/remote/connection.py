@@ -120,6 +120,12 @@ class ServerConnection:
                 base_url=self.url, headers=self.headers, timeout=_SHORT, limits=_LIMITS, trust_env=False
             )
 
+    def take_key(self, other: ServerConnection) -> None:
+        """Send the other's key from now on; calls that are under way go on with the one that they have."""
+        self.headers = other.headers
+        if self._http is not None:
+            self._http.headers = httpx.Headers(self.headers)
+
     async def close(self) -> None:
         """End every call and close the connections. Idempotent."""
         if self._http is not None:

@@ -4,9 +4,9 @@ Bounded-load consistent hashing (Mirrokni, Thorup, Zadimoghaddam, "Consistent Ha
 SODA 2018), with two bounds of the mean load a slot. What goes on from a beginning that a machine has stays
 there up to the larger. What is new takes the next place on the ring of its beginning that is within the
 smaller: a prefix that everybody uses fills the first of its own places, then the next of its own, and the
-room between the bounds is kept for the conversations that others have there. While there are slots for all of
-its class it waits at none of these places for one, if another has one free. Each class is bounded by its own
-load.
+room between the bounds is kept for the conversations that others have there. While there are slots for all
+whom it would wait for (a person for people, a job for everybody) it waits at none of these places for one, if
+another has one free; nor does a job that goes on. Each class is bounded by its own load.
 
 A request that waits is never refused here while a machine could hold it in its line: machines that are hot,
 full or silent are the last resort, and an error is raised only where no machine may take it.
@@ -230,6 +230,8 @@ class _Look:
 
     def _takes_warm(self, name: str) -> bool:
         settings = self._settings
+        if self._request.priority is Priority.BACKGROUND and self._waits_in_vain(name):
+            return False  # nobody looks on while a job computes its beginning anew
         least = int(settings.warm_slots * self._peers.state(name).num_slots)
         return self._is_within(name, settings.warm_bound, least) and not self._is_last_resort(name)
 
