@@ -185,18 +185,19 @@ class DeviceSession:
                 await _warm_up(served, num_streams)
                 await self._row(Crowd(name, num_streams, num_tokens), turn, served)
 
+            name = "gate-direct"
             try:
                 servers = []
                 for index in range(2):
                     flags = (*order.stoker_flags, *_on_card(index))
                     cache = turn.folder / f"cache-{index}"
                     servers.append(await started(StokerOnDevice((turn.model,), order.shape, cache, flags)))
-                await ask("gate-direct", servers[0])
+                await ask(name, servers[0])
                 for name, behind in (("gate-one", servers[:1]), ("gate-both", servers)):
                     peers = tuple(server.client.url for server in behind)
                     await ask(name, await started(GateOnDevices(peers, turn.folder / name)))
             except (BenchError, OSError) as error:
-                self._keep(turn.line("gate-both", error=str(error)))
+                self._keep(turn.line(name, error=str(error)))
 
     async def _limits(self, model: Path, round_: int) -> None:
         if self._is_late:

@@ -11,6 +11,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from stand_in import INFO
 
 from stoker.errors import InsufficientMemoryError, ModelTooLargeError
+from stoker.ipc.model import ModelInfo, ModelSpec
 from stoker.ipc.status import DeviceStatus, EngineStatus, MemoryStatus, ModelStatus
 from stoker.runtime import Runtime
 
@@ -75,14 +76,17 @@ def test_a_model_is_loaded_with_what_was_asked_for(scripted, scripted_http):
 
 
 def test_the_list_says_what_cells_and_which_attention_a_model_has(scripted_http, monkeypatch):
-    """SPEC C21: as they are, and nothing before its first load."""
-    (found,) = scripted_http.get("/v1/models").json()["data"]
+    """SPEC C21: as they are; before its first load, and of a model that keeps no cells, nothing."""
     names = ("kv_type", "kv_layout", "flash_attention", "repeatable")
-    assert [found["meta"][name] for name in names] == ["f16", None, "off", False]
-    unloaded = msgspec.structs.replace(INFO, kv_type="", flash_attention="")
-    monkeypatch.setattr(stand_in, "INFO", unloaded)
-    (found,) = scripted_http.get("/v1/models").json()["data"]
-    assert [found["meta"][name] for name in names] == [None] * 4
+
+    def told(info):
+        monkeypatch.setattr(stand_in, "INFO", info)
+        (found,) = scripted_http.get("/v1/models").json()["data"]
+        return [found["meta"][name] for name in names]
+
+    loaded = msgspec.structs.replace(INFO, num_cells=64, kv_layout="pool")
+    assert told(loaded) == ["f16", "pool", "off", False]
+    assert told(ModelInfo.bare(ModelSpec(id="m", path="m", kv_type="q8_0"))) == [None] * 4
 
 
 @pytest.mark.parametrize(

@@ -376,10 +376,11 @@ def test_the_block_names_each_of_the_backends_that_compute():
         ({"ctx_size": 0}, (8192, 4096, 8192), "8, sharing 4,096 to 8,192 tokens"),
     ],
 )
-def test_the_block_says_what_slots_share_as_it_is(settings, cells, shown):
-    """T12, R2: a model may have got less than was asked for."""
-    info = ModelInfo(id="m", path="m", n_ctx=8, n_batch=8, num_slots=1, num_threads=1, kv_type="f16")
+def test_the_block_says_how_many_tokens_slots_share(settings, cells, shown):
+    """T12, R2: a model may have got less than was asked for; where there is one slot nothing is shared."""
+    info = ModelInfo(id="m", path="m", n_ctx=8, n_batch=8, num_slots=4, num_threads=1, kv_type="f16")
     models = [msgspec.structs.replace(info, num_cells=number) for number in cells]
+    models += [msgspec.structs.replace(info, num_slots=1, num_cells=256)]
     assert dict(engine_facts(EngineSettings(slots=8, **settings), models))["slots"] == shown
 
 

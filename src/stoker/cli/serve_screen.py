@@ -257,7 +257,8 @@ def _repeatable_text(info: ModelInfo) -> list[str]:
 def _context(engine: EngineSettings, models: Iterable[ModelInfo]) -> str:
     if any(info.kv_layout == "streams" for info in models):
         return "each with all of a model's context"
-    cells = sorted({info.num_cells for info in models} - {0}) or [engine.kv_cells or engine.ctx_size]
+    found = {info.num_cells for info in models if info.num_slots > 1}
+    cells = sorted(found - {0}) or [engine.kv_cells or engine.ctx_size]
     if cells == [0]:
         return "sharing the model's own context"
     least = f"{cells[0]:,} to " if len(cells) > 1 else ""

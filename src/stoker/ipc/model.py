@@ -449,7 +449,7 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
         backend: name of the one that serves it, or is to.
         backend_reason: why it is that one and not one that comes before it; empty: it is the first.
         vocabulary: digest of its tokens where it has several ways to be served (docs/adr/0032).
-        num_cells: tokens that all its sequences may hold together; 0: not known before its first load.
+        num_cells: tokens that all its sequences may hold together; 0: not loaded yet, or it keeps none.
         kv_layout: where the tokens of sequences lie, as in `KVLayout`; "pool" or "streams".
         is_repeatable: its answers are computed as if each ran alone (docs/repeatable.md).
         repeatable_cost: how much longer a step takes for it here, 0.15 being 15 %; None: not measured.

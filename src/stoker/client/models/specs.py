@@ -395,15 +395,15 @@ def with_calibration(
     """The settings with what `stoker calibrate` found for a model, where nothing was set (SPEC R16).
 
     Returns:
-        The settings, what was found (None: nothing, or it is not to be used), and the names of the settings
-        over which it has no say, with why.
+        The settings, what was found (None: nothing, or it is not to be used), and the names of settings that
+        it does not change, each with why.
     """
     placement = settings.placement.get(model)
     names = settings.model_fields_set | (placement.model_fields_set if placement else set())
     given = {name: f"{name} is set" for name in names}
     own = placement if placement and "flash_attention" in placement.model_fields_set else settings
     if own.flash_attention == "off":
-        given.setdefault("kv_type", "flash_attention is off")  # it is a quantised one, which needs it
+        given.setdefault("kv_type", "flash_attention is off")  # which the quantised ones that are tried need
     kept = Calibrations(settings.cache_dir)
     if not settings.calibrated or has_scheme(path) or not kept.has_any():
         return settings, None, given

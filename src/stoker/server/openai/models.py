@@ -68,10 +68,10 @@ def _entry(context: ServerContext, info: ModelInfo) -> dict[str, Any]:
         "audio": can_hear(info),
         "pooling": info.pooling or None,
         "has_chat_template": bool(info.chat_template),
-        "kv_type": info.kv_type or None,
+        "kv_type": info.kv_type if info.num_cells else None,
         "kv_layout": info.kv_layout or None,
         "flash_attention": info.flash_attention or None,
-        "repeatable": info.is_repeatable if info.flash_attention else None,
+        "repeatable": info.is_repeatable if info.num_cells else None,
     }
     entry = {
         "id": info.asked_as,
