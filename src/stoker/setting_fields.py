@@ -23,7 +23,7 @@ from stoker.errors import InvalidRequestError
 from stoker.wording import wrong_value_text
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
 ENV_PREFIX = "STOKER_"
 MAX_LAYERS = 100_000
@@ -237,9 +237,8 @@ class FrozenSettings(BaseSettings):
     def _typed_errors(cls, data: Any, handler: ModelWrapValidatorHandler[Self]) -> Self:
         for name, value in data.items() if isinstance(data, dict) else ():
             field = cls.model_fields.get(name)
-            if isinstance(value, bool) and field is not None and not _takes_truths(field.annotation):
-                text = f"{name}: {str(value).lower()} is no value of it"  # and not 1 or 0
-                raise InvalidRequestError(text, param=name)
+            if isinstance(value, bool) and field is not None and _takes_numbers(field.annotation):
+                raise InvalidRequestError(f"{name}: {str(value).lower()} is no number", param=name)
         try:
             return handler(data)
         except ValidationError as error:
@@ -254,8 +253,17 @@ class FrozenSettings(BaseSettings):
         return type(self)(**{**self.model_dump(exclude_unset=True), **fields})
 
 
-def _takes_truths(kind: Any) -> bool:
-    return kind in {bool, Any} or any(map(_takes_truths, get_args(kind)))
+def _takes_numbers(kind: Any) -> bool:
+    """Whether it takes numbers and no truths, of which pydantic would make 1 and 0."""
+    kinds = [part for part in _kinds_in(kind) if part in (int, float, bool)]
+    return bool(kinds) and bool not in kinds
+
+
+def _kinds_in(kind: Any) -> Iterator[Any]:
+    """The types that an annotation is made of."""
+    yield kind
+    for part in get_args(kind):
+        yield from _kinds_in(part)
 
 
 def nearest(name: str, known: Sequence[str]) -> str:
