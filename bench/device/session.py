@@ -169,35 +169,22 @@ class DeviceSession:
             self._leave_out(f"{turn.model.name}: {turn.label}, gate")
             return
         self.console.print(f"{turn.model.name}: a gate before two servers ...", markup=False)
-        order = self.order
-        num_streams, num_tokens = 2 * order.shape.num_slots, order.sizes.num_tokens * GATE_TIMES
-        async with AsyncExitStack() as stack:
-
-            async def started(server: Server) -> ServerProcess:
-                shape = Shape(order.shape.num_slots, order.shape.num_cells, None)
-                process = ServerProcess(server, shape, turn.folder, order.programs.environment)
-                async with limited(START_LIMIT_S, f"{server.label} was not ready"):
-                    return await stack.enter_async_context(process)
-
-            async def ask(name: str, process: ServerProcess) -> None:
-                client = Client(process.client.url)
-                served = Served(client.url, tuple(await client.models()), process.pid, f"{turn.round_}")
-                await _warm_up(served, num_streams)
-                await self._row(Crowd(name, num_streams, num_tokens), turn, served)
-
-            name = "gate-direct"
-            try:
+        shape, num_tokens = self.order.shape, self.order.sizes.num_tokens * GATE_TIMES
+        try:
+            async with AsyncExitStack() as stack:
                 servers = []
                 for index in range(2):
-                    flags = (*order.stoker_flags, *_on_card(index))
-                    cache = turn.folder / f"cache-{index}"
-                    servers.append(await started(StokerOnDevice((turn.model,), order.shape, cache, flags)))
-                await ask(name, servers[0])
+                    flags = (*self.order.stoker_flags, *_on_card(index))
+                    server = StokerOnDevice((turn.model,), shape, turn.folder / f"cache-{index}", flags)
+                    serving = self._served(turn.by(server), "gate-start")
+                    servers.append(await stack.enter_async_context(serving))
+                await self._row(Crowd("gate-direct", 2 * shape.num_slots, num_tokens), turn, servers[0])
                 for name, behind in (("gate-one", servers[:1]), ("gate-both", servers)):
-                    peers = tuple(server.client.url for server in behind)
-                    await ask(name, await started(GateOnDevices(peers, turn.folder / name)))
-            except (BenchError, OSError) as error:
-                self._keep(turn.line(name, error=str(error)))
+                    gate = GateOnDevices(tuple(one.url for one in behind), turn.folder / name)
+                    async with self._served(turn.by(gate), f"{name}-start") as served:
+                        await self._row(Crowd(name, 2 * shape.num_slots, num_tokens), turn, served)
+        except (BenchError, OSError) as error:
+            self._keep(turn.line("gate-start", error=str(error)))
 
     async def _limits(self, model: Path, round_: int) -> None:
         if self._is_late:

@@ -174,8 +174,8 @@ class TestBounds:
                 peers.began(request(f"person {number}"), name)
         for name, num_jobs in (("a", 1), ("b", 1)):
             for number in range(num_jobs):
-                peers.began(request(f"job {number}", priority=Priority.BACKGROUND), name)
-        warm = request("job 0", "more", priority=Priority.BACKGROUND)
+                peers.began(request(f"job {number} of {name}", priority=Priority.BACKGROUND), name)
+        warm = request("job 0 of a", "more", priority=Priority.BACKGROUND)
         assert Router().choose(warm, peers, 0.0).peer == "b"  # though a has its beginning
         for _ in range(2):  # b has two slots
             for number in range(20):

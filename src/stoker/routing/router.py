@@ -242,10 +242,12 @@ class _Look:
 
     def _waits_in_vain(self, name: str) -> bool:
         """Whether every slot there is taken while all machines have enough for all that it waits for."""
+        return self._has_enough and self._waits_for(name) >= self._peers.state(name).num_slots
+
+    def _waits_for(self, name: str) -> int:
+        """Requests there that it would wait for: a person for people alone, a job for everybody."""
         load = self._peers.load(name, self._request.priority)
-        if self._request.priority is Priority.BACKGROUND:
-            load += self._people(name)
-        return self._has_enough and load >= self._peers.state(name).num_slots
+        return load + (self._people(name) if self._request.priority is Priority.BACKGROUND else 0)
 
     def _is_last_resort(self, name: str) -> bool:
         request, state = self._request, self._peers.state(name)
@@ -258,19 +260,16 @@ class _Look:
         return self._peers.load(name, Priority.INTERACTIVE)
 
     def _busyness(self, name: str) -> tuple[float, float, float]:
-        """People wait for people alone; a job waits for everybody."""
-        state, priority = self._peers.state(name), self._request.priority
-        own = waits_for = self._peers.load(name, priority)
-        if priority is Priority.BACKGROUND:
-            waits_for += self._people(name)
-        return waits_for / state.num_slots, own / state.num_slots, state.interactive_wait_s
+        state = self._peers.state(name)
+        own = self._peers.load(name, self._request.priority)
+        return self._waits_for(name) / state.num_slots, own / state.num_slots, state.interactive_wait_s
 
     def _is_in(self, prefixes: frozenset[int]) -> bool:
         return not prefixes.isdisjoint(self._request.chain)
 
 
 def _num_before(request: RouteRequest, pool: PeerPool) -> int:
-    """Requests that it waits for where there is no slot: people for people alone, a job for everybody."""
+    """Requests of all machines that it would wait for, as `_Look._waits_for` counts those of one."""
     is_job = request.priority is Priority.BACKGROUND
     return pool.load(request.priority) + (pool.load(Priority.INTERACTIVE) if is_job else 0)
 
