@@ -142,6 +142,20 @@ def test_somebody_who_reads_waits_for_no_step_much_longer_than_a_plain_one(slowe
     assert draft_length.num_worth(odds, 31) == 31
 
 
+def test_a_step_that_was_disturbed_does_not_end_guessing():
+    """SPEC D9: what it took beyond its prediction fades with plain steps, as no other tells it is over."""
+    curve, odds = CURVES["processor"], Acceptance(0.95, 0.95)
+    draft_length = DraftLength(measured(curve))
+    draft_length.took(step_s(curve, 1))
+    count = draft_length.num_worth(odds, 31)
+    draft_length.settle(count, count + 1, 4.0 * step_s(curve, count + 1))
+    draft_length.credit = MAX_CREDIT
+    assert draft_length.num_worth(odds, 31) == 0
+    for _ in range(60):
+        draft_length.stepped()
+    assert draft_length.num_worth(odds, 31) == count
+
+
 def test_guesses_that_win_natively_and_lose_on_the_wall_are_left():
     """SPEC D9: who writes their tokens out takes a core from the next step, which is as long again."""
     curve, draft_length = CURVES["processor"], DraftLength(measured(CURVES["processor"]))

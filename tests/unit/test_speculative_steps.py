@@ -72,6 +72,7 @@ class Bench:
         self.runner = SlotRunner(spec, self.backend, StepTimer(Stopwatch(60.0)), self.cache, self.jobs)
         self.now = 0.0
         self.answers = {}
+        self.deltas = []
 
     def submit(self, request_id, submit=None, **fields):
         """Enter a request."""
@@ -89,7 +90,8 @@ class Bench:
         self.note()
 
     def note(self):
-        """Read what has happened, and check that backend and scheduler agree once orders are carried out."""
+        """Read what a turn has brought: what each request got, and its deltas."""
+        self.deltas.append([event for event in self.jobs.events if isinstance(event, Delta)])
         for event in self.jobs.events:
             if isinstance(event, Delta):
                 answer = self.answers[event.request_id].setdefault(event.index, Answer())
@@ -412,3 +414,29 @@ def test_a_step_with_guesses_is_as_long_as_who_reads_it_allows():
         length.num_worth = lambda *_, longest_s=0.0, asked=asked: asked.append(longest_s) or 0
         bench.run(priority=priority)
         assert set(asked) == {longest_s}
+
+
+def test_a_step_may_be_longer_where_tokens_of_the_one_before_are_read_meanwhile():
+    """SPEC D11: by as long as they are, up to twice; after a guess that was wrong it may not."""
+    bench, asked = Bench(Speculation.LOOKUP), []
+    speculator = bench.runner._speculator
+    length = speculator._draft_length
+    length.num_worth = lambda _odds, most, *_, longest_s: asked.append(longest_s) or min(most, 7)
+    learned, took_s = speculator.learn, 0.04
+    speculator.learn = lambda plan, _took_s: learned(plan, took_s)
+    bench.run(constraint=Constraint(kind=ConstraintKind.REGEX, source="(over and over [a-z]{6} )+"))
+    assert set(asked) <= {min(READ_GAP_S + n * took_s / 8, 2 * READ_GAP_S) for n in range(8)}
+    assert {READ_GAP_S, 2 * READ_GAP_S} <= set(asked)
+
+
+def test_the_tokens_of_a_step_are_told_at_its_pace():
+    """SPEC D13: a share of its time between one and the next; nobody reads along with a job."""
+    for priority in (Priority.INTERACTIVE, Priority.BACKGROUND):
+        bench = Bench(Speculation.LOOKUP)
+        bench.run(priority=priority)
+        several = [[delta.pause_s for delta in step] for step in bench.deltas if len(step) > 1]
+        assert len(several) > 10
+        for *pauses, last in several:
+            assert last == 0.0
+            assert len({*pauses}) == 1
+            assert all(pauses) is (priority is Priority.INTERACTIVE)

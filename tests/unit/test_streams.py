@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 
 import pytest
+from msgspec import structs
 
-from stoker.client.requests.stream import MAX_WAITING, RequestStream
+from stoker.client.requests.stream import MAX_WAITING, RequestStream, StreamEvent
 from stoker.errors import QueueFullError
 from stoker.ipc.events import (
     Admitted,
@@ -48,6 +49,69 @@ async def test_a_stream_ends_after_its_terminal_event() -> None:
     assert [event async for event in stream] == []
     await stream.aclose()
     assert abandoned == []
+
+
+def one_of_several(number: int, pause_s: float) -> Delta:
+    """A delta of a token after which its step has given another."""
+    return structs.replace(token(number), pause_s=pause_s)
+
+
+LONG_S = 3600.0
+
+
+async def waits(reading: asyncio.Task[StreamEvent]) -> bool:
+    """Whether it has read nothing once all that could go on went on."""
+    await asyncio.wait([reading], timeout=0.02)
+    return not reading.done()
+
+
+@pytest.mark.parametrize("newer", [token(9), one_of_several(9, LONG_S), Paused("r"), FINISHED])
+async def test_tokens_of_one_step_are_read_one_after_the_other_until_something_newer_comes(
+    newer: Event,
+) -> None:
+    """D13: the first at once; what a step or the end brings is not held up by them."""
+    first, second, third = one_of_several(1, LONG_S), one_of_several(2, LONG_S), token(3)
+    stream, _ = stream_of(token(0), first, second, third)
+    assert [await anext(stream), await anext(stream)] == [token(0), first]
+    reading = asyncio.ensure_future(anext(stream))
+    assert await waits(reading)
+    stream.push(newer)
+    if isinstance(newer, Delta) and newer.pause_s:
+        stream.push(token(10))
+    assert [await reading, await anext(stream), await anext(stream)] == [second, third, newer]
+
+
+async def test_the_next_token_of_a_step_is_read_when_it_is_due() -> None:
+    """D13: with nothing newer, as where the next step takes longer; and one step after the other."""
+    stream, _ = stream_of(one_of_several(1, 0.002), one_of_several(2, 0.002), token(3))
+    assert [await anext(stream) for _ in range(3)] == [
+        one_of_several(1, 0.002),
+        one_of_several(2, 0.002),
+        token(3),
+    ]
+    stream.push(one_of_several(4, LONG_S))
+    stream.push(token(5))
+    assert await anext(stream) == one_of_several(4, LONG_S)
+    reading = asyncio.ensure_future(anext(stream))
+    assert await waits(reading)
+    await stream.aclose()
+    with pytest.raises(StopAsyncIteration):
+        await reading
+
+
+async def test_who_reads_late_gets_what_is_due_at_once() -> None:
+    """D13, L6: of two steps that wait nothing is held, merged or not; of the last one it is."""
+    steps = [(one_of_several(2 * step, LONG_S), token(2 * step + 1)) for step in range(MAX_WAITING)]
+    stream, _ = stream_of(*(delta for step in steps for delta in step))
+    deltas = [await anext(stream) for _ in range(len(stream._waiting))]
+    assert [n for d in deltas if isinstance(d, Delta) for n in d.token_ids] == [*range(2 * MAX_WAITING)]
+    for event in (one_of_several(1, LONG_S), token(2)):
+        stream.push(event)
+    assert await anext(stream) == one_of_several(1, LONG_S)
+    reading = asyncio.ensure_future(anext(stream))
+    assert await waits(reading)
+    stream.push(FINISHED)
+    assert [await reading, await anext(stream)] == [token(2), FINISHED]
 
 
 async def test_a_failure_is_raised_after_what_was_delivered() -> None:

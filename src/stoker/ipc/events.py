@@ -220,6 +220,8 @@ class Delta(msgspec.Struct, frozen=True, tag=True, kw_only=True, omit_defaults=T
 
     `token_ids` are all tokens drawn, `text` what is certain of it: no part of a stop string, no half
     character. The choice's last delta carries `finish_reason`; `stop_text` is the stop string that matched.
+    Where a step gave several tokens there is a delta of each, and `pause_s` is what a reader waits between
+    one and the next, in seconds, so that the text flows; nothing newer waits for that.
     """
 
     request_id: str
@@ -230,6 +232,7 @@ class Delta(msgspec.Struct, frozen=True, tag=True, kw_only=True, omit_defaults=T
     finish_reason: FinishReason | None = None
     stop_text: str | None = None
     mirostat_mu: float | None = None
+    pause_s: float = 0.0
 
 
 class Finished(msgspec.Struct, frozen=True, tag=True, kw_only=True):

@@ -8,7 +8,8 @@ An accepted guess saves a step, a rejected one was computed for nothing. `DraftL
 rates and a credit of what drafts have saved and lost, which bounds what the next ones may lose: decoding
 with drafts is never much slower than without. The credit is in plain steps, so that it means the same on any
 machine. What a step takes is the time on the wall from the one before, in company of whatever else runs.
-While somebody reads, a step with a draft is bounded by the pace of the plain ones.
+While somebody reads, a step with a draft is bounded by the pace of the plain ones; where the step before gave
+several tokens they are read while it is computed, and it may take that much longer.
 """
 
 from __future__ import annotations
@@ -42,6 +43,8 @@ MEMORY = 0.8
 """Weight of what was observed before, with each further draft."""
 PRIOR_PULL = 0.01
 """How far rates return to what is assumed at first, with each plain step."""
+EXCESS_PULL = 0.05
+"""The same of what steps with guesses took beyond their prediction: one that was disturbed would end them."""
 PRIOR_WEIGHT = 4.0
 """Trials that a model's rates count for in those of a new sequence."""
 UNMEASURED = 0.35
@@ -56,7 +59,9 @@ FOLLOW = 0.2
 FOLLOW_EXCESS = 0.5
 """The same of steps with guesses that take longer than predicted: the next ones are to be shorter."""
 READ_GAP_S, READ_STEPS = 0.03, 2.0
-"""While somebody reads, a step with guesses takes that long at most, or so many plain steps, if more."""
+"""While somebody reads, no step with guesses has them wait longer, or for so many plain steps, if more."""
+MAX_GAPS = 2.0
+"""Where they read meanwhile what the step before has given, it takes as long as so many of these at most."""
 ROOM = 0.9
 """The part of that which is planned to be used: some steps take longer than predicted."""
 
@@ -150,7 +155,7 @@ class DraftLength:
 
     @property
     def reader_s(self) -> float:
-        """The longest that a step with guesses may take while somebody reads."""
+        """The longest that somebody who reads may wait for a step with guesses."""
         return max(READ_GAP_S, READ_STEPS * (self._plain_s or self._cost.predict(1) or 0.0))
 
     def num_worth(
@@ -205,8 +210,9 @@ class DraftLength:
         self._plain_s = plain_s + FOLLOW * (min(took_s, SLOWEST * plain_s) - plain_s)
 
     def stepped(self) -> None:
-        """Count a plain step in which guesses were allowed."""
+        """Count a plain step in which guesses were allowed; what drafts took too long fades."""
         self._pay(TRIAL_CREDIT)
+        self._excess += EXCESS_PULL * (1.0 - self._excess)
 
     def went_back(self, took_s: float) -> None:
         """Count a plain step right after one with guesses.
@@ -310,6 +316,7 @@ class Speculator:
         self._drafted_by: tuple[Acceptance, ...] = ()
         self._has_drafted = False  # in the step before
         self._learned_s: float | None = None  # when that was learned from, if it was the subject's
+        self._read_s = 0.0  # how long what that gave is read, one token after the other
         self._guessing_s = 0.0
         self._guess_s: float | None = None
         self.num_drafted_total = 0
@@ -394,7 +401,10 @@ class Speculator:
 
     def _longest_s(self, sequence: Sequence) -> float:
         """Seconds that its step may take: nobody reads along with a job."""
-        return self._scheduler.limits.max_step_s if sequence.is_background else self._draft_length.reader_s
+        if sequence.is_background:
+            return self._scheduler.limits.max_step_s
+        gap_s = self._draft_length.reader_s
+        return min(gap_s + self._read_s, MAX_GAPS * gap_s)
 
     def _num_possible(self, sequence: Sequence) -> int:
         """Guesses that fit: rows, free cells, the context, and the tokens it still wants."""
@@ -416,6 +426,7 @@ class Speculator:
     def learn(self, plan: StepPlan, took_s: float) -> None:
         """What became of the step's draft, if it had one."""
         subject, part = self._subject, plan.parts[0]
+        self._read_s = 0.0
         if subject is None or part.sequence is not subject.sequence:
             self._learned_s = None
             return
@@ -432,6 +443,7 @@ class Speculator:
             num_drawn = len(subject.sequence.tokens) - part.item.start - 1
             num_accepted = min(max(num_drawn - 1, 0), num_drafted)
             has_ended = subject.sequence.state is SequenceState.DONE
+            self._read_s = num_accepted * took_s / (num_drafted + 1)
             self._settle(num_drafted, num_accepted, wall_s)
             for acceptance in self._drafted_by:
                 acceptance.note(num_accepted, is_missed=num_accepted < num_drafted and not has_ended)

@@ -3,7 +3,8 @@
 Owns merging: past MAX_WAITING entries the deltas of a choice join the last one that waits, and of the notices
 (place in the queue, admitted, parked, paused, resumed) only the newest stays. Progress replaces progress, a
 place the one before it; of admissions only the first is passed on. No text is lost, and what waits is at most
-the request's own tokens. Owns also how the events of a generation read as pieces of text.
+the request's own tokens. Owns also the pace, by which tokens that one long step gave are read one after the
+other while the next step is computed, and how the events of a generation read as pieces of text.
 """
 
 from __future__ import annotations
@@ -101,6 +102,8 @@ class RequestStream:
         self._waiting: deque[list[Delta] | StreamEvent | Failed] = deque()
         self._runs: dict[int, list[Delta]] = {}  # the last that waits of each choice
         self._reader: asyncio.Future[None] | None = None  # waits for the next event
+        self._num_last = 0  # of what waits, how much is the last of its step
+        self._due_s = 0.0  # when the next delta of the same step is to be read, on the loop's clock
         self._is_admitted = False
         self._is_ended = False  # the terminal event was pushed
         self._is_over = False  # the consumer has read it, or has left
@@ -120,7 +123,9 @@ class RequestStream:
         if type(event) is Delta:
             self._push_delta(event)
         else:
+            num_waiting = len(self._waiting)
             self._push_other(event)
+            self._num_last += len(self._waiting) - num_waiting
         self._wake()
 
     def _wake(self) -> None:
@@ -156,28 +161,52 @@ class RequestStream:
         else:
             run = self._runs[delta.index] = [delta]
             self._waiting.append(run)
+        self._num_last += not delta.pause_s
 
     def __aiter__(self) -> RequestStream:
         return self
 
     async def __anext__(self) -> StreamEvent:
-        while not self._waiting:
+        while not self._waiting or (self._due_s and self._is_early()):
             if self._is_over:
                 raise StopAsyncIteration
-            self._reader = asyncio.get_running_loop().create_future()
-            await self._reader
+            await self._next_push()
         event = self._waiting.popleft()
+        self._due_s = 0.0
         match event:
             case list():
-                if self._runs.get(event[0].index) is event:
-                    del self._runs[event[0].index]
-                return event[0] if len(event) == 1 else joined(event)
+                last = event[-1]
+                if self._runs.get(last.index) is event:
+                    del self._runs[last.index]
+                if last.pause_s:
+                    self._due_s = asyncio.get_running_loop().time() + last.pause_s
+                if len(event) == 1:
+                    self._num_last -= not last.pause_s
+                    return last
+                self._num_last -= sum(not delta.pause_s for delta in event)
+                return joined(event)
             case Failed():
                 self._is_over = True
                 raise error_from_info(event.error)
             case Finished():
                 self._is_over = True
+        self._num_last -= 1
         return event
+
+    def _is_early(self) -> bool:
+        """Whether what waits is of the step that the last delta was of, and not due yet."""
+        return self._num_last <= 1 and asyncio.get_running_loop().time() < self._due_s
+
+    async def _next_push(self) -> None:
+        """Until something is pushed, or what waits is due."""
+        loop = asyncio.get_running_loop()
+        self._reader = loop.create_future()
+        timer = loop.call_at(self._due_s, self._wake) if self._waiting else None
+        try:
+            await self._reader
+        finally:
+            if timer is not None:
+                timer.cancel()
 
     async def aclose(self) -> None:
         """Leave; a request that has not ended is cancelled in the engine. Idempotent."""

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeAlias, TypeVar
 
 import numpy as np
+from msgspec import structs
 
 from stoker.backends.protocol.backend import Candidates
 from stoker.errors import StepFailedError, StokerError, UnsupportedError
@@ -96,12 +97,14 @@ class Postprocess:
         self._defers = backend.capabilities.is_async and backend.capabilities.can_trim
         self._undelivered: list[tuple[Job, Sequence]] = []
         self._writers: _Writers | None = None  # of the last step that had some
+        self._took_s = 0.0  # the step that is digested
 
     def __repr__(self) -> str:
         return f"<Postprocess of {self._backend!r}>"
 
-    def draw(self, plan: StepPlan, in_flight: InFlight) -> None:
-        """Take what the step computed to the requests it was computed for."""
+    def draw(self, plan: StepPlan, in_flight: InFlight, took_s: float) -> None:
+        """Take what the step computed, in so many seconds, to the requests it was computed for."""
+        self._took_s = took_s
         candidates, rows, now = in_flight.candidates(), in_flight.rows(), self._timer.now()
         self._writers = None  # some may end here
         drawn: dict[int, int | StokerError] = {}
@@ -256,12 +259,14 @@ class Postprocess:
             self._take(job, sequence, generation.draw(rows[-1]), now)
             return
         sequence.num_drafted += num_ahead
+        pause_s = 0.0 if sequence.is_background else self._took_s / (num_ahead + 1)
         draft = part.item.tokens[len(part.item.tokens) - num_ahead :]
         for at, guess in enumerate((*draft, None), start=len(rows) - num_ahead - 1):
             delta = generation.advance(rows[at : at + 1] if isinstance(rows, Candidates) else rows[at])
             token = delta.token_ids[0]
             is_guessed = delta.finish_reason is None and token == guess
             if is_guessed:
+                delta = structs.replace(delta, pause_s=pause_s)
                 sequence.draw_ahead()
                 sequence.num_accepted += 1
             else:

@@ -316,7 +316,7 @@ class StepRunner:
         self.collect()
         self._launched = None
         if step.rows is not None:
-            self._postprocess.draw(step.plan, step.in_flight)
+            self._postprocess.draw(step.plan, step.in_flight, step.took_s)
             self._speculator.learn(step.plan, step.took_s)
             return
         assert step.error is not None, f"{step!r} has neither rows nor an error"
