@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 
     from stoker.backends.cell_map import Stretch
     from stoker.backends.llama.batch import Natives
+    from stoker.backends.llama.row_tiles import RowTiles
 
     Bytes = npt.NDArray[np.uint8]
 
@@ -168,6 +169,43 @@ class Pool:
     def _write(self, native: int, payload: Bytes) -> bool:
         source = ctypes.cast(payload.ctypes.data, _BYTES_P)
         return bool(llama.llama_state_seq_set_data(self._handle, source, len(payload), native))
+
+
+class TiledPool(Pool):
+    """A pool whose steps get rows of no use where more rows are quicker.
+
+    Args:
+        handle: the context.
+        num_sequences: how many it has.
+        tiles: tells where.
+        capacity: tokens that one sequence may hold.
+    """
+
+    def __init__(self, handle: int, num_sequences: int, tiles: RowTiles, capacity: int) -> None:
+        super().__init__(handle, num_sequences)
+        self._tiles, self._capacity = tiles, capacity
+        self._padding: PlanItem | None = None
+
+    def prepare(self, plan: BatchPlan) -> Sequence[int]:
+        """A step that failed may have left what it added, which was taken back with its tokens."""
+        self._padding = None
+        return super().prepare(plan)
+
+    def padded(self, plan: BatchPlan, most: int) -> BatchPlan:
+        """Tokens behind those of its last item, which see no more cells than that does."""
+        num_missing, last = self._tiles.num_missing(plan), plan.items[-1]
+        start = last.start + len(last.tokens)
+        if not num_missing or plan.num_tokens + num_missing > most or start + num_missing > self._capacity:
+            return plan
+        self._padding = PlanItem(last.seq, start, (0,) * num_missing, 0)
+        return BatchPlan((*plan.items, self._padding))
+
+    def computed(self, plan: BatchPlan) -> None:
+        """What was added is forgotten."""
+        del plan
+        padding, self._padding = self._padding, None
+        if padding is not None:
+            self.remove(padding.seq, padding.start)
 
 
 class DevicePool(Pool):

@@ -25,10 +25,11 @@ from stoker.backends.llama.batch import (
     passes,
 )
 from stoker.backends.llama.binding import buffer_bytes, capture_log, llama, settle_graphs
-from stoker.backends.llama.cells import DecodeRows, DevicePool, OrderedPool, Pool, Streams
-from stoker.backends.llama.context_options import ContextOptions
+from stoker.backends.llama.cells import DecodeRows, DevicePool, OrderedPool, Pool, Streams, TiledPool
+from stoker.backends.llama.context_options import ContextOptions, KeyType
 from stoker.backends.llama.graph.abort import AbortFlag
 from stoker.backends.llama.graph.draws import open_draws
+from stoker.backends.llama.row_tiles import TILE, RowTiles
 from stoker.backends.llama.shortage import load_error
 from stoker.backends.llama.vision.places import PicturePlaces
 from stoker.backends.protocol.backend import (
@@ -152,7 +153,19 @@ class LlamaContext:
         if options.keeps_order:
             cell_bytes = -(-self.memory()["kv"] // self.num_cells)
             return OrderedPool(self.handle, options.num_sequences, self.num_cells, cell_bytes)
+        if options.fills_tiles and self._has_tiles:
+            model = self._model
+            embedded = model.vocabulary.n_vocab * model.n_embd
+            tiles = RowTiles.of(model.num_params, embedded, model.n_embd, model.num_layers)
+            return TiledPool(self.handle, options.num_sequences, tiles, self.capacity)
         return (DevicePool if options.is_off_host else Pool)(self.handle, options.num_sequences)
+
+    @property
+    def _has_tiles(self) -> bool:
+        """Whether attention is computed on the CPU, with tiles, and tokens may be taken back."""
+        is_on_cpu = self.abort_flag is not None
+        reads_tiles = self.flash_attention == "on" and self.key_type is KeyType.F16
+        return is_on_cpu and reads_tiles and self.n_ubatch >= TILE and self._model.keeps_every_cell
 
     def __repr__(self) -> str:
         return f"<LlamaContext of {self._model!r}, {self.num_cells} cells, {self.lengths!r}>"
@@ -308,7 +321,8 @@ class LlamaContext:
     def _laid_out(self, each: Pass) -> object:
         """The pass as the native library takes it."""
         if not each.is_pictured:
-            self._batch.fill(self._cells.padded(each.plan, self.n_batch), self._cells.natives)
+            most = min(self.n_batch, self.num_cells - self.lengths.total)
+            self._batch.fill(self._cells.padded(each.plan, most), self._cells.natives)
             return self._batch.native
         rows = [embeddings_of(item, self._pictures.get(item.seq, ())) for item in each.plan.items]
         self._embedding_batch.fill(each.plan, rows, self._cells.natives)

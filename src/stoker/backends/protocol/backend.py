@@ -417,6 +417,11 @@ class Lengths:
     def __setitem__(self, seq: int, length: int) -> None:
         self._lengths[seq] = length
 
+    @property
+    def total(self) -> int:
+        """Of all sequences; a token that several share counts in each."""
+        return sum(self._lengths)
+
     def check(self, plan: BatchPlan) -> None:
         """Raise StepFailedError where an item is malformed or does not continue its sequence."""
         assert plan.items, "a plan without items"

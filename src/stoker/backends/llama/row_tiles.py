@@ -1,0 +1,55 @@
+"""Steps that are quicker with more rows: on a CPU llama.cpp's flash attention has a way for tiles of 64.
+
+With fewer rows than a tile it reads the cells of each row and head one by one, with 64 and more as products
+of whole matrices (`ggml_compute_forward_flash_attn_ext`; keys and values of one type, f16 or f32). So 63
+tokens behind 900 others take three times as long as 64 (docs/adr/0039). Knows numbers of tokens alone.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from stoker.backends.protocol.backend import BatchPlan
+
+TILE = 64
+"""Rows from which on it does."""
+ALONE, TILED = 10.0, 1.7
+"""An operation of attention takes so many times as long as one of a product with weights: row by row, and in
+tiles. Measured 11 and 1.5 with SmolLM2-135M on a Xeon with AVX-512."""
+LEAST_GAIN = 1.1
+
+
+@dataclass(frozen=True, slots=True)
+class RowTiles:
+    """What a model's steps cost, in products of its weights with one row.
+
+    Attributes:
+        cell: operations that one row takes to attend to one cell, by those of its products.
+    """
+
+    cell: float
+
+    @classmethod
+    def of(cls, num_params: int, num_embedded: int, width: int, num_layers: int) -> RowTiles:
+        """Of a model with so many parameters, those of its embeddings among them, which rows only look up."""
+        return cls(2 * width * num_layers / max(num_params - num_embedded, 1))
+
+    def num_missing(self, plan: BatchPlan) -> int:
+        """Rows to add to a step so that it has a tile and is quicker; 0: none.
+
+        Who wants the logits of several tokens compares them, and a tile rounds otherwise than a row alone.
+        """
+        num_rows = plan.num_tokens
+        if not 1 < num_rows < TILE:
+            return 0
+        alone, num_seen = float(num_rows), 0
+        for item in plan.items:
+            count = len(item.tokens)
+            if item.num_logits > 1:
+                return 0
+            alone += ALONE * self.cell * count * (item.start + count / 2)
+            num_seen += item.start + count
+        tiled = TILE * (1.0 + TILED * self.cell * num_seen)
+        return TILE - num_rows if LEAST_GAIN * tiled < alone else 0
