@@ -63,6 +63,16 @@ def runner(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     runner.close()
 
 
+@pytest.fixture
+def emptied(runner: SlotRunner) -> Iterator[SlotRunner]:
+    """The same without the cells of requests before, for steps by hand; nothing of these is left either."""
+    runner.drop_idle(0.0)
+    yield runner
+    for seq in (0, 1):
+        runner.backend.drop(seq)
+        runner.backend.condition(seq, PLAIN)
+
+
 def asked(prompt: str, *pictures: Picture, **changes: object) -> GenerateRequest:
     """A greedy request."""
     fields = {"max_tokens": NUM_WANTED, "sampling": GREEDY, "ignore_eos": True, "speculate": False, **changes}
@@ -190,9 +200,9 @@ def likeliest(backend: LlamaBackend, items: list[PlanItem]) -> int:
 
 
 @pytest.mark.parametrize("way", ["trim", "fork", "state"])
-def test_a_sequence_goes_on_from_the_middle_of_a_picture(runner: SlotRunner, way: str) -> None:
+def test_a_sequence_goes_on_from_the_middle_of_a_picture(emptied: SlotRunner, way: str) -> None:
     """SPEC V6, V7, C1: cut there, shared up to there, or put back; text after it takes its right place."""
-    backend, picture = runner.backend, picture_of(7, *SIZES[1])
+    backend, picture = emptied.backend, picture_of(7, *SIZES[1])
     (expected,) = helped(backend, HEAD + IMAGE_MARKER + TAIL, [picture], 1)
     tokens, pictures = placed(backend, picture)
     middle = pictures[0].start + 7
@@ -217,17 +227,14 @@ def test_a_sequence_goes_on_from_the_middle_of_a_picture(runner: SlotRunner, way
             seq = 1
     assert backend.length(seq) == middle
     found = likeliest(backend, items_of(seq, tokens, pictures, middle))
-    for each in (0, 1):
-        backend.drop(each)
-        backend.condition(each, PLAIN)
     assert found == expected
 
 
 def test_a_step_that_fails_in_a_picture_takes_nothing_from_the_answer(
-    runner: SlotRunner, monkeypatch: pytest.MonkeyPatch
+    emptied: SlotRunner, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """SPEC V6, V7, K1: what a picture's cells held before goes with it and is computed again."""
-    backend, picture = runner.backend, picture_of(7, *SIZES[1])
+    backend, picture = emptied.backend, picture_of(7, *SIZES[1])
     (expected,) = helped(backend, HEAD + IMAGE_MARKER + TAIL, [picture], 1)
     tokens, pictures = placed(backend, picture)
     backend.condition(0, Conditioning(pictures=pictures))
@@ -241,16 +248,14 @@ def test_a_step_that_fails_in_a_picture_takes_nothing_from_the_answer(
         assert backend.length(0) == item.start
         monkeypatch.setattr(llama, "llama_decode", decode)
         row = backend.launch(BatchPlan((item,))).rows()
-    backend.drop(0)
-    backend.condition(0, PLAIN)
     assert int(row[-1].argmax()) == expected
 
 
 def test_text_goes_on_where_a_picture_failed_to_begin(
-    runner: SlotRunner, monkeypatch: pytest.MonkeyPatch
+    emptied: SlotRunner, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """SPEC V6, V7, K1: another request takes the tokens before it, and its own their right places."""
-    backend = runner.backend
+    backend = emptied.backend
     tokens, pictures = placed(backend, picture_of(7))
     head, after = tokens[: pictures[0].start], [20, 21, 22, 23]
     backend.condition(0, Conditioning(pictures=pictures))
@@ -264,7 +269,6 @@ def test_text_goes_on_where_a_picture_failed_to_begin(
     for index, token in enumerate(after):
         backend.launch(BatchPlan((PlanItem(0, len(head) + index, [token], 0),))).rows()
     last = llama.llama_memory_seq_pos_max(llama.llama_get_memory(backend._context.handle), 0)
-    backend.drop(0)
     assert last == len(head) + len(after) - 1
 
 
