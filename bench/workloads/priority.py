@@ -136,8 +136,9 @@ class _Steadiness:
 
 
 def _interactive(seed: int, which: str) -> Completion:
+    """Without guesses, which are made for who is alone: company would be compared with those."""
     prompt = random_prompt(PROMPT_WORDS, f"priority {seed} {which}")
-    return Completion(prompt=prompt, max_tokens=INTERACTIVE_TOKENS)
+    return Completion(prompt=prompt, max_tokens=INTERACTIVE_TOKENS, extra=(("speculate", False),))
 
 
 def _background(seed: int, index: int) -> Completion:

@@ -1,4 +1,4 @@
-"""Steps of a CPU that get rows of no use: nothing of these is left."""
+"""Prompts that are padded to a tile on a CPU: nothing of the padding is left."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ import numpy as np
 import pytest
 
 from stoker.backends.llama import row_tiles
-from stoker.backends.llama.binding import accelerators
+from stoker.backends.llama.binding import accelerators, llama
 from stoker.backends.llama.cells import TiledPool
 from stoker.backends.llama.context import LlamaContext
 from stoker.backends.llama.context_options import ContextOptions, KeyType
 from stoker.backends.llama.model import LlamaModel, ModelOptions
 from stoker.backends.protocol.backend import BatchPlan, PlanItem
-from stoker.errors import StepAbortedError
+from stoker.errors import StepAbortedError, StepFailedError
 from stoker.ipc.model import FlashAttention
 from tiny_models import TINY, write_llama
 
@@ -34,7 +34,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LlamaModel]:
 
 @pytest.fixture
 def num_computed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """The rows of each native call; every step of two to 63 is filled up."""
+    """The rows of each native call; every prompt of less than a tile is padded."""
     monkeypatch.setattr(row_tiles, "LEAST_GAIN", 0.0)
     counts: list[int] = []
     padded = TiledPool.padded
@@ -51,7 +51,7 @@ def num_computed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 def context_of(model: LlamaModel, **fields: object) -> LlamaContext:
     """A small pool for a few sequences."""
     given = {"num_cells": NUM_CELLS, "n_batch": 128, "num_sequences": 4, "num_threads": 1} | fields
-    given.setdefault("fills_tiles", True)
+    given.setdefault("pads_prompts", True)
     return LlamaContext(model, ContextOptions(**given))  # type: ignore[arg-type]
 
 
@@ -62,12 +62,12 @@ def grown(context: LlamaContext, seq: int, *texts: tuple[int, ...]) -> np.ndarra
     return rows[0].copy()
 
 
-def positions_of(context: LlamaContext) -> dict[int, bytes]:
-    """What the library itself says of each sequence."""
-    return {seq: bytes(context.read_state(seq))[:2048] for seq in range(4) if context.lengths[seq]}
+def states_of(context: LlamaContext) -> dict[int, bytes]:
+    """The cells of each sequence as the library has them."""
+    return {seq: bytes(context.read_state(seq)) for seq in range(4) if context.lengths[seq]}
 
 
-def test_rows_of_no_use_change_nothing_but_the_way_it_is_rounded(
+def test_padding_changes_nothing_but_the_way_it_is_rounded(
     model: LlamaModel, num_computed: list[int]
 ) -> None:
     """Q24: the text goes on from its own last token, beside others, with the same cells in use."""
@@ -85,15 +85,17 @@ def test_rows_of_no_use_change_nothing_but_the_way_it_is_rounded(
     assert np.abs(rows[0] - rows[1]).max() < 0.02 * np.abs(rows[1]).max()
     assert np.array_equal(rows[0].argmax(axis=1), rows[1].argmax(axis=1))
     for seq in (0, 1):
-        assert len(tiled.read_state(seq)) == len(plain.read_state(seq)), "cells of the rows are still there"
+        assert len(tiled.read_state(seq)) == len(plain.read_state(seq)), (
+            "cells of the padding are still there"
+        )
     tiled.close()
     plain.close()
 
 
-def test_a_pool_without_room_for_them_computes_the_step_as_it_is(
+def test_a_pool_without_room_for_padding_computes_the_step_as_it_is(
     model: LlamaModel, num_computed: list[int]
 ) -> None:
-    """Q24: neither cells that others have nor the end of a context are in the way."""
+    """Q24: nobody's cells are in the way, and nobody loses any."""
     context = context_of(model)
     grown(context, 0, FIRST * 2, FIRST[:40])
     grown(context, 1, FIRST[:40])
@@ -107,23 +109,38 @@ def test_a_pool_without_room_for_them_computes_the_step_as_it_is(
     context.close()
 
 
-def test_a_step_that_was_ended_takes_them_back_too(model: LlamaModel, num_computed: list[int]) -> None:
-    """Q24, Q16: what follows is as if it had not been."""
-    context = context_of(model)
-    assert context.abort_flag is not None
+@pytest.mark.parametrize("code", [2, -3])
+def test_a_step_that_failed_leaves_none_either(
+    model: LlamaModel, num_computed: list[int], monkeypatch: pytest.MonkeyPatch, code: int
+) -> None:
+    """Q24, Q12: ended or failed with its cells written; a long step after it keeps all of its tokens."""
+    context, other, decode = context_of(model), context_of(model), llama.llama_decode
     grown(context, 0, FIRST)
-    expected = positions_of(context)
-    context.abort_flag.abort_step()
-    with pytest.raises(StepAbortedError):
-        grown(context, 0, NEXT)
-    context.abort_flag.allow_steps()
-    assert positions_of(context) == expected
-    row = grown(context, 0, (9,))
-    assert num_computed == [64, 64, 1]
-    other = context_of(model)
-    assert np.array_equal(row, grown(other, 0, FIRST, (9,)))
+    expected = states_of(context)
+    with monkeypatch.context() as patch:
+        patch.setattr(llama, "llama_decode", lambda *given: decode(*given) or code)
+        with pytest.raises(StepAbortedError if code > 0 else StepFailedError):
+            grown(context, 0, NEXT)
+    assert states_of(context) == expected
+    row = grown(context, 0, NEXT * 2, (9,))
+    assert num_computed == [64, 64, 80, 1]
+    assert np.array_equal(row, grown(other, 0, FIRST, NEXT * 2, (9,)))
+    assert states_of(context) == states_of(other)
     context.close()
     other.close()
+
+
+def test_a_part_of_a_step_is_not_padded(model: LlamaModel, num_computed: list[int]) -> None:
+    """Q24, K6: where adapters cut a step in several calls, cells of the later ones are not counted yet."""
+    context = context_of(model)
+    first, second = PlanItem(0, 0, FIRST, 1), PlanItem(1, 0, NEXT, 1)
+    context._cells.prepare(BatchPlan((first, second)))
+    for item in (first, second):
+        plan = BatchPlan((item,))
+        assert context._cells.padded(plan, NUM_CELLS) is plan
+    grown(context, 0, FIRST)
+    assert num_computed == [len(FIRST), len(NEXT), 64]
+    context.close()
 
 
 @pytest.mark.parametrize(
@@ -133,7 +150,7 @@ def test_a_step_that_was_ended_takes_them_back_too(model: LlamaModel, num_comput
         {"flash_attention": FlashAttention.OFF},
         {"n_ubatch": 32},
         {"has_streams": True},
-        {"fills_tiles": False},
+        {"pads_prompts": False},
     ],
 )
 def test_only_where_attention_has_tiles(model: LlamaModel, fields: dict[str, object]) -> None:

@@ -8,6 +8,7 @@ from stoker.backends.fake.backend import FakeBackend, FakeFaults
 from stoker.cache.prefix_cache import CacheLimits, PrefixCache
 from stoker.engine.jobs.prepare import prepare
 from stoker.engine.jobs.table import JobTable
+from stoker.engine.runners.postprocess import Postprocess
 from stoker.engine.runners.slots import SlotRunner
 from stoker.engine.threads.timer import StepTimer, Stopwatch
 from stoker.errors import InvalidRequestError, PoolFullError, StepFailedError
@@ -429,14 +430,16 @@ def test_a_step_may_be_longer_where_tokens_of_the_one_before_are_read_meanwhile(
     assert {READ_GAP_S, 2 * READ_GAP_S} <= set(asked)
 
 
-def test_the_tokens_of_a_step_are_told_at_its_pace():
-    """SPEC D13: a share of its time between one and the next; nobody reads along with a job."""
-    for priority in (Priority.INTERACTIVE, Priority.BACKGROUND):
+def test_the_tokens_of_a_step_are_told_at_its_pace(monkeypatch):
+    """SPEC D13: its time by its rows between one and the next; nobody reads along with a job."""
+    measured = Bench(Speculation.LOOKUP)
+    measured.run()
+    assert all(delta.pause_s > 0.0 for step in measured.deltas for delta in step[:-1])
+    draw, took_s = Postprocess.draw, 0.8
+    monkeypatch.setattr(Postprocess, "draw", lambda self, plan, rows, _: draw(self, plan, rows, took_s))
+    for priority, expected in ((Priority.INTERACTIVE, took_s / 8), (Priority.BACKGROUND, 0.0)):
         bench = Bench(Speculation.LOOKUP)
         bench.run(priority=priority)
-        several = [[delta.pause_s for delta in step] for step in bench.deltas if len(step) > 1]
+        several = [[delta.pause_s for delta in step] for step in bench.deltas if len(step) == 8]
         assert len(several) > 10
-        for *pauses, last in several:
-            assert last == 0.0
-            assert len({*pauses}) == 1
-            assert all(pauses) is (priority is Priority.INTERACTIVE)
+        assert all(pauses == [expected] * 7 + [0.0] for pauses in several)

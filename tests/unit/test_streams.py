@@ -114,6 +114,15 @@ async def test_who_reads_late_gets_what_is_due_at_once() -> None:
     assert [await reading, await anext(stream)] == [token(2), FINISHED]
 
 
+async def test_a_step_that_fails_after_some_of_its_tokens_tells_so_at_once() -> None:
+    """D13, L6: its last token never comes, for which the others would be read in no hurry."""
+    first, second = one_of_several(1, LONG_S), one_of_several(2, LONG_S)
+    stream, _ = stream_of(first, second, Failed("r", QueueFullError("full").info()))
+    assert [await anext(stream), await anext(stream)] == [first, second]
+    with pytest.raises(QueueFullError, match="full"):
+        await anext(stream)
+
+
 async def test_a_failure_is_raised_after_what_was_delivered() -> None:
     """L6: the caller gets the text, then the engine's own error."""
     stream, _ = stream_of(token(1), Failed("r", QueueFullError("full").info()))

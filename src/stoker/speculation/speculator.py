@@ -60,7 +60,7 @@ FOLLOW_EXCESS = 0.5
 """The same of steps with guesses that take longer than predicted: the next ones are to be shorter."""
 READ_GAP_S, READ_STEPS = 0.03, 2.0
 """While somebody reads, no step with guesses has them wait longer, or for so many plain steps, if more."""
-MAX_GAPS = 2.0
+MAX_READER_GAPS = 2.0
 """Where they read meanwhile what the step before has given, it takes as long as so many of these at most."""
 ROOM = 0.9
 """The part of that which is planned to be used: some steps take longer than predicted."""
@@ -404,7 +404,7 @@ class Speculator:
         if sequence.is_background:
             return self._scheduler.limits.max_step_s
         gap_s = self._draft_length.reader_s
-        return min(gap_s + self._read_s, MAX_GAPS * gap_s)
+        return min(gap_s + self._read_s, MAX_READER_GAPS * gap_s)
 
     def _num_possible(self, sequence: Sequence) -> int:
         """Guesses that fit: rows, free cells, the context, and the tokens it still wants."""

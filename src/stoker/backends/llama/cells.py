@@ -172,36 +172,38 @@ class Pool:
 
 
 class TiledPool(Pool):
-    """A pool whose steps get rows of no use where more rows are quicker.
+    """A pool whose prompts are padded to a tile of rows where that is quicker.
 
     Args:
         handle: the context.
         num_sequences: how many it has.
-        tiles: tells where.
-        capacity: tokens that one sequence may hold.
+        tiles: what a step costs with and without.
     """
 
-    def __init__(self, handle: int, num_sequences: int, tiles: RowTiles, capacity: int) -> None:
+    def __init__(self, handle: int, num_sequences: int, tiles: RowTiles) -> None:
         super().__init__(handle, num_sequences)
-        self._tiles, self._capacity = tiles, capacity
+        self._tiles = tiles
+        self._num_planned = 0
         self._padding: PlanItem | None = None
 
     def prepare(self, plan: BatchPlan) -> Sequence[int]:
-        """A step that failed may have left what it added, which was taken back with its tokens."""
-        self._padding = None
+        """Begins a step. One that failed had its padding taken back with its tokens."""
+        self._num_planned, self._padding = plan.num_tokens, None
         return super().prepare(plan)
 
     def padded(self, plan: BatchPlan, most: int) -> BatchPlan:
-        """Tokens behind those of its last item, which see no more cells than that does."""
+        """Tokens after those of its last item, which see no more cells than that does.
+
+        A part of a step stays as it is: the cells of the other parts are not among `most` yet.
+        """
         num_missing, last = self._tiles.num_missing(plan), plan.items[-1]
-        start = last.start + len(last.tokens)
-        if not num_missing or plan.num_tokens + num_missing > most or start + num_missing > self._capacity:
+        if not num_missing or plan.num_tokens + num_missing > most or plan.num_tokens < self._num_planned:
             return plan
-        self._padding = PlanItem(last.seq, start, (0,) * num_missing, 0)
+        self._padding = PlanItem(last.seq, last.start + len(last.tokens), (0,) * num_missing, 0)
         return BatchPlan((*plan.items, self._padding))
 
     def computed(self, plan: BatchPlan) -> None:
-        """What was added is forgotten."""
+        """The padding is forgotten."""
         del plan
         padding, self._padding = self._padding, None
         if padding is not None:

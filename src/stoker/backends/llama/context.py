@@ -153,11 +153,11 @@ class LlamaContext:
         if options.keeps_order:
             cell_bytes = -(-self.memory()["kv"] // self.num_cells)
             return OrderedPool(self.handle, options.num_sequences, self.num_cells, cell_bytes)
-        if options.fills_tiles and self._has_tiles:
+        if options.pads_prompts and self._has_tiles:
             model = self._model
             embedded = model.vocabulary.n_vocab * model.n_embd
             tiles = RowTiles.of(model.num_params, embedded, model.n_embd, model.num_layers)
-            return TiledPool(self.handle, options.num_sequences, tiles, self.capacity)
+            return TiledPool(self.handle, options.num_sequences, tiles)
         return (DevicePool if options.is_off_host else Pool)(self.handle, options.num_sequences)
 
     @property

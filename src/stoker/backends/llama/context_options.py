@@ -57,7 +57,7 @@ class ContextOptions:
         flash_attention: whether attention may be one operation, which rounds what it reads to f16.
         keeps_order: the cells of a sequence always lie in the order of its tokens; in streams they do.
         has_streams: each sequence has cells of its own, instead of one pool for all.
-        fills_tiles: steps get rows of no use where a CPU computes more rows in less time, see `row_tiles`.
+        pads_prompts: steps are padded where a CPU computes more rows in less time, see `row_tiles`.
         is_off_host: cells lie in a device's memory: how long an export takes is found out before, and streams
             of a step are brought to equal lengths.
         offloads_cells: cells lie on the devices of their layers, else in host memory.
@@ -75,7 +75,7 @@ class ContextOptions:
     keeps_order: bool = False
     draws: bool = False
     has_streams: bool = False
-    fills_tiles: bool = False
+    pads_prompts: bool = False
     offloads_cells: bool = True
     is_off_host: bool = False
     is_marked: bool = False

@@ -1,8 +1,8 @@
-"""Steps that are quicker with more rows: on a CPU llama.cpp's flash attention has a way for tiles of 64.
+"""Steps that are quicker with padding: on a CPU llama.cpp's flash attention computes tiles of 64 rows.
 
-With fewer rows than a tile it reads the cells of each row and head one by one, with 64 and more as products
-of whole matrices (`ggml_compute_forward_flash_attn_ext`; keys and values of one type, f16 or f32). So 63
-tokens behind 900 others take three times as long as 64 (docs/adr/0039). Knows numbers of tokens alone.
+With fewer rows it reads the cells of each row and head one by one, with 64 and more it multiplies whole tiles
+(`ggml_compute_forward_flash_attn_ext`; keys and values of one type, f16 or f32). So 63 tokens behind 900
+others take three times as long as 64 (docs/adr/0039). Knows numbers of tokens alone.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from stoker.backends.protocol.backend import BatchPlan
 
 TILE = 64
-"""Rows from which on it does."""
+"""Rows from which on it does (`GGML_FA_TILE_Q`)."""
 ALONE, TILED = 10.0, 1.7
 """An operation of attention takes so many times as long as one of a product with weights: row by row, and in
 tiles. Measured 11 and 1.5 with SmolLM2-135M on a Xeon with AVX-512."""
@@ -33,16 +33,20 @@ class RowTiles:
 
     @classmethod
     def of(cls, num_params: int, num_embedded: int, width: int, num_layers: int) -> RowTiles:
-        """Of a model with so many parameters, those of its embeddings among them, which rows only look up."""
+        """Of a model with so many parameters, those of its embeddings among them, which rows only look up.
+
+        Of a mixture all experts count, and an output matrix of its own, so less is padded than would pay.
+        """
         return cls(2 * width * num_layers / max(num_params - num_embedded, 1))
 
     def num_missing(self, plan: BatchPlan) -> int:
-        """Rows to add to a step so that it has a tile and is quicker; 0: none.
+        """Rows of padding with which a step has a tile and is quicker; 0: none.
 
-        Who wants the logits of several tokens compares them, and a tile rounds otherwise than a row alone.
+        Decode rows alone stay as they are. Who wants the logits of several tokens compares them, and a tile
+        rounds otherwise than a row alone.
         """
         num_rows = plan.num_tokens
-        if not 1 < num_rows < TILE:
+        if not len(plan.items) < num_rows < TILE:
             return 0
         alone, num_seen = float(num_rows), 0
         for item in plan.items:

@@ -102,8 +102,10 @@ class RequestStream:
         self._waiting: deque[list[Delta] | StreamEvent | Failed] = deque()
         self._runs: dict[int, list[Delta]] = {}  # the last that waits of each choice
         self._reader: asyncio.Future[None] | None = None  # waits for the next event
-        self._num_last = 0  # of what waits, how much is the last of its step
-        self._due_s = 0.0  # when the next delta of the same step is to be read, on the loop's clock
+        self._num_step_ends = 0  # deltas that wait and are the last of their steps, and all else that waits
+        self._due_s = (
+            0.0  # when the next delta of the same step is to be read, on the loop's clock; 0: at once
+        )
         self._is_admitted = False
         self._is_ended = False  # the terminal event was pushed
         self._is_over = False  # the consumer has read it, or has left
@@ -125,7 +127,7 @@ class RequestStream:
         else:
             num_waiting = len(self._waiting)
             self._push_other(event)
-            self._num_last += len(self._waiting) - num_waiting
+            self._num_step_ends += len(self._waiting) - num_waiting
         self._wake()
 
     def _wake(self) -> None:
@@ -161,7 +163,7 @@ class RequestStream:
         else:
             run = self._runs[delta.index] = [delta]
             self._waiting.append(run)
-        self._num_last += not delta.pause_s
+        self._num_step_ends += not delta.pause_s
 
     def __aiter__(self) -> RequestStream:
         return self
@@ -181,21 +183,22 @@ class RequestStream:
                 if last.pause_s:
                     self._due_s = asyncio.get_running_loop().time() + last.pause_s
                 if len(event) == 1:
-                    self._num_last -= not last.pause_s
+                    self._num_step_ends -= not last.pause_s
                     return last
-                self._num_last -= sum(not delta.pause_s for delta in event)
+                self._num_step_ends -= sum(not delta.pause_s for delta in event)
                 return joined(event)
             case Failed():
                 self._is_over = True
                 raise error_from_info(event.error)
             case Finished():
                 self._is_over = True
-        self._num_last -= 1
+        self._num_step_ends -= 1
         return event
 
     def _is_early(self) -> bool:
         """Whether what waits is of the step that the last delta was of, and not due yet."""
-        return self._num_last <= 1 and asyncio.get_running_loop().time() < self._due_s
+        is_held = self._num_step_ends <= 1 and not self._is_ended
+        return is_held and asyncio.get_running_loop().time() < self._due_s
 
     async def _next_push(self) -> None:
         """Until something is pushed, or what waits is due."""
