@@ -142,6 +142,17 @@ def test_somebody_who_reads_waits_for_no_step_much_longer_than_a_plain_one(slowe
     assert draft_length.num_worth(odds, 31) == 31
 
 
+def test_one_length_that_is_too_slow_rules_out_no_longer_one():
+    """SPEC D9, D11: where plain steps alone were measured two tokens count twice, three less than that."""
+    cost, odds = StepCost(), Acceptance(0.99, 0.99)
+    for _ in range(8):
+        cost.learn(1, 0.014)
+    draft_length = DraftLength(cost)
+    draft_length.took(0.014)
+    assert draft_length.num_worth(odds, 2, longest_s=draft_length.reader_s) == 2
+    assert draft_length.num_worth(odds, 1, longest_s=draft_length.reader_s) == 0
+
+
 def test_a_step_that_was_disturbed_does_not_end_guessing():
     """SPEC D9: what it took beyond its prediction fades with plain steps, as no other tells it is over."""
     curve, odds = CURVES["processor"], Acceptance(0.95, 0.95)

@@ -177,7 +177,7 @@ class DraftLength:
         for count in _counts(most):
             step_s = self._excess * self._step_s(count + 1, alone_s) + count * guess_s
             if step_s > ROOM * longest_s:
-                break
+                continue  # a longer one may not be: of two tokens little is known where plain steps alone ran
             token_s = step_s / acceptance.num_expected(count)
             is_covered = (step_s / plain_s - 1.0) * acceptance.miss <= MAX_RISKED * self.credit
             if token_s < best_s and is_covered:
