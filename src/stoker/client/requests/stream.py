@@ -103,9 +103,7 @@ class RequestStream:
         self._runs: dict[int, list[Delta]] = {}  # the last that waits of each choice
         self._reader: asyncio.Future[None] | None = None  # waits for the next event
         self._num_step_ends = 0  # deltas that wait and are the last of their steps, and all else that waits
-        self._due_s = (
-            0.0  # when the next delta of the same step is to be read, on the loop's clock; 0: at once
-        )
+        self._due_s = 0.0  # when the next delta of the same step is to be read, by the loop; 0: at once
         self._is_admitted = False
         self._is_ended = False  # the terminal event was pushed
         self._is_over = False  # the consumer has read it, or has left
