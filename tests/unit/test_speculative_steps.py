@@ -23,6 +23,7 @@ from stoker.speculation.speculator import (
     MOST_WATCHED,
     READ_GAP_S,
     REPEAT_ACCEPTANCE,
+    WARY_STEPS,
     Acceptance,
     DraftLength,
     Subject,
@@ -362,6 +363,8 @@ def test_a_step_for_one_of_several_gets_no_draft_either():
     alone = type(plan)(tuple(part for part in plan.parts if part.sequence.key.request_id == "a"))
     assert bench.runner._speculator.extended(alone) is alone
     bench.jobs.cancel("b", bench.now)
+    for _ in range(WARY_STEPS):
+        assert bench.runner._speculator.extended(alone) is alone, "who left may come again"
     assert bench.runner._speculator.extended(alone) is not alone
 
 

@@ -62,6 +62,9 @@ READ_GAP_S, READ_STEPS = 0.03, 2.0
 """While somebody reads, no step with guesses has them wait longer, or for so many plain steps, if more."""
 MAX_READER_GAPS = 2.0
 """Where they read meanwhile what the step before has given, it takes as long as so many of these at most."""
+WARY_STEPS = 32
+"""Steps that a sequence runs alone after company before guesses are made for it: those who talk in turns come
+again soon, and would find a long step and the others no longer in step with each other."""
 ROOM = 0.9
 """The part of that which is planned to be used: some steps take longer than predicted."""
 
@@ -315,6 +318,7 @@ class Speculator:
         self._subject: Subject | None = None
         self._drafted_by: tuple[Acceptance, ...] = ()
         self._has_drafted = False  # in the step before
+        self._num_wary = 0  # steps to come without guesses
         self._learned_s: float | None = None  # when that was learned from, if it was the subject's
         self._read_s = 0.0  # how long what that gave is read, one token after the other
         self._guessing_s = 0.0
@@ -341,6 +345,9 @@ class Speculator:
         subject = self._subject_of(plan) if can_guess else None
         if subject is None:
             return plan
+        if self._num_wary:
+            self._num_wary -= 1
+            return plan
         draft = self._repeated(subject) or self._modelled(subject)
         if not draft:
             return plan
@@ -352,6 +359,7 @@ class Speculator:
     def _subject_of(self, plan: StepPlan) -> Subject | None:
         """The sequence of a step that decodes alone."""
         if len(self._scheduler.slots.running) != 1 or len(plan.parts) != 1:
+            self._num_wary = WARY_STEPS
             return None
         sequence = plan.parts[0].sequence
         if sequence.state is not SequenceState.DECODE or not self._may_draft(sequence.key.request_id):
