@@ -114,10 +114,13 @@ async def test_who_reads_late_gets_what_is_due_at_once() -> None:
     assert [await reading, await anext(stream)] == [token(2), FINISHED]
 
 
-async def test_a_step_that_fails_after_some_of_its_tokens_tells_so_at_once() -> None:
-    """D13, L6: its last token never comes, for which the others would be read in no hurry."""
+async def test_what_comes_in_place_of_a_steps_last_token_is_told_at_once() -> None:
+    """D13, L6: a notice, or the failure of the step."""
     first, second = one_of_several(1, LONG_S), one_of_several(2, LONG_S)
-    stream, _ = stream_of(first, second, Failed("r", QueueFullError("full").info()))
+    stream, _ = stream_of(first, second, Paused("r"))
+    assert [await anext(stream) for _ in range(3)] == [first, second, Paused("r")]
+    for event in (first, second, Failed("r", QueueFullError("full").info())):
+        stream.push(event)
     assert [await anext(stream), await anext(stream)] == [first, second]
     with pytest.raises(QueueFullError, match="full"):
         await anext(stream)

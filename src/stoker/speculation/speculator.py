@@ -180,7 +180,7 @@ class DraftLength:
         for count in _counts(most):
             step_s = self._excess * self._step_s(count + 1, alone_s) + count * guess_s
             if step_s > ROOM * longest_s:
-                continue  # a longer one may not be: of two tokens little is known where plain steps alone ran
+                continue  # a longer one may be estimated as quicker, where neither was measured
             token_s = step_s / acceptance.num_expected(count)
             is_covered = (step_s / plain_s - 1.0) * acceptance.miss <= MAX_RISKED * self.credit
             if token_s < best_s and is_covered:
@@ -228,6 +228,11 @@ class DraftLength:
 
     def _pay(self, won: float) -> None:
         self.credit = min(max(self.credit + won, MIN_CREDIT), MAX_CREDIT)
+
+
+def pause_s(took_s: float, num_guesses: int) -> float:
+    """Seconds between the tokens of a step with so many guesses, where they are read one after the other."""
+    return took_s / (num_guesses + 1)
 
 
 def _counts(most: int) -> list[int]:
@@ -451,7 +456,7 @@ class Speculator:
             num_drawn = len(subject.sequence.tokens) - part.item.start - 1
             num_accepted = min(max(num_drawn - 1, 0), num_drafted)
             has_ended = subject.sequence.state is SequenceState.DONE
-            self._read_s = num_accepted * took_s / (num_drafted + 1)
+            self._read_s = num_accepted * pause_s(took_s, num_drafted)
             self._settle(num_drafted, num_accepted, wall_s)
             for acceptance in self._drafted_by:
                 acceptance.note(num_accepted, is_missed=num_accepted < num_drafted and not has_ended)

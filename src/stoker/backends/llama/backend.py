@@ -477,7 +477,7 @@ def _context_options(spec: ModelSpec, model: LlamaModel, layout: KVLayout) -> Co
         flash_attention=spec.flash_attention,
         keeps_order=keeps_order and not has_streams,
         has_streams=has_streams,
-        pads_prompts=not model.devices and _has_one_position_a_cell(spec, model),
+        pads_prompts=_has_one_position_a_cell(spec, model),
         offloads_cells=spec.placement.kv_offload,
         draws=bool(model.devices) and spec.placement.gpu_layers != 0,  # where the output matrix lies
         is_off_host=bool(model.devices) and spec.placement.kv_offload and model.keeps_every_cell,

@@ -102,7 +102,6 @@ class RequestStream:
         self._waiting: deque[list[Delta] | StreamEvent | Failed] = deque()
         self._runs: dict[int, list[Delta]] = {}  # the last that waits of each choice
         self._reader: asyncio.Future[None] | None = None  # waits for the next event
-        self._num_step_ends = 0  # deltas that wait and are the last of their steps, and all else that waits
         self._due_s = 0.0  # when the next delta of the same step is to be read, by the loop; 0: at once
         self._is_admitted = False
         self._is_ended = False  # the terminal event was pushed
@@ -123,9 +122,7 @@ class RequestStream:
         if type(event) is Delta:
             self._push_delta(event)
         else:
-            num_waiting = len(self._waiting)
             self._push_other(event)
-            self._num_step_ends += len(self._waiting) - num_waiting
         self._wake()
 
     def _wake(self) -> None:
@@ -161,7 +158,6 @@ class RequestStream:
         else:
             run = self._runs[delta.index] = [delta]
             self._waiting.append(run)
-        self._num_step_ends += not delta.pause_s
 
     def __aiter__(self) -> RequestStream:
         return self
@@ -180,23 +176,22 @@ class RequestStream:
                     del self._runs[last.index]
                 if last.pause_s:
                     self._due_s = asyncio.get_running_loop().time() + last.pause_s
-                if len(event) == 1:
-                    self._num_step_ends -= not last.pause_s
-                    return last
-                self._num_step_ends -= sum(not delta.pause_s for delta in event)
-                return joined(event)
+                return last if len(event) == 1 else joined(event)
             case Failed():
                 self._is_over = True
                 raise error_from_info(event.error)
             case Finished():
                 self._is_over = True
-        self._num_step_ends -= 1
         return event
 
     def _is_early(self) -> bool:
-        """Whether what waits is of the step that the last delta was of, and not due yet."""
-        is_held = self._num_step_ends <= 1 and not self._is_ended
-        return is_held and asyncio.get_running_loop().time() < self._due_s
+        """Whether all that waits is of the step that the last delta was of, and not due yet."""
+        if asyncio.get_running_loop().time() >= self._due_s:
+            return False
+        *before, last = [
+            entry[0] if isinstance(entry, list) and len(entry) == 1 else None for entry in self._waiting
+        ]
+        return last is not None and all(delta is not None and delta.pause_s for delta in before)
 
     async def _next_push(self) -> None:
         """Until something is pushed, or what waits is due."""

@@ -21,6 +21,7 @@ from stoker.ipc.usage import TokenLogprob
 from stoker.kv.sequence import SequenceState
 from stoker.sampling.logprobs import token_logprob
 from stoker.sampling.together import PlainSamplers, draw_rows, draw_together, plain_samplers
+from stoker.speculation.speculator import pause_s
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -97,7 +98,7 @@ class Postprocess:
         self._defers = backend.capabilities.is_async and backend.capabilities.can_trim
         self._undelivered: list[tuple[Job, Sequence]] = []
         self._writers: _Writers | None = None  # of the last step that had some
-        self._took_s = 0.0  # the step that is digested
+        self._took_s = 0.0  # what the step took that is digested
 
     def __repr__(self) -> str:
         return f"<Postprocess of {self._backend!r}>"
@@ -259,14 +260,14 @@ class Postprocess:
             self._take(job, sequence, generation.draw(rows[-1]), now)
             return
         sequence.num_drafted += num_ahead
-        pause_s = 0.0 if sequence.is_background else self._took_s / (num_ahead + 1)
+        wait_s = 0.0 if sequence.is_background else pause_s(self._took_s, num_ahead)
         draft = part.item.tokens[len(part.item.tokens) - num_ahead :]
         for at, guess in enumerate((*draft, None), start=len(rows) - num_ahead - 1):
             delta = generation.advance(rows[at : at + 1] if isinstance(rows, Candidates) else rows[at])
             token = delta.token_ids[0]
             is_guessed = delta.finish_reason is None and token == guess
             if is_guessed:
-                delta = structs.replace(delta, pause_s=pause_s)
+                delta = structs.replace(delta, pause_s=wait_s)
                 sequence.draw_ahead()
                 sequence.num_accepted += 1
             else:
