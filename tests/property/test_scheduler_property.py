@@ -102,6 +102,20 @@ def _compared_with_the_plain_way(monkeypatch):
         monkeypatch.setattr(owner, plain.__name__, compared)
 
 
+class SmallTiles:
+    """Steps of eight rows or more cost half as much a row."""
+
+    num_rows = 8
+
+    def alone(self, spans):
+        """A product a row."""
+        return float(sum(count for _, count in spans))
+
+    def together(self, spans):
+        """Half of one."""
+        return max(self.num_rows, self.alone(spans)) / 2
+
+
 def run(seed):
     """One history to its end; every request has the tokens it gets alone."""
     random = Random(seed)
@@ -112,7 +126,8 @@ def run(seed):
         n_batch=24,
         faults=FakeFaults(recurrent=random.random() < 0.4),
     )
-    machine = Machine(backend, make_options(random, CELL_BYTES), random)
+    tiles = SmallTiles() if seed % 3 == 0 else None
+    machine = Machine(backend, make_options(random, CELL_BYTES) | {"tiles": tiles}, random)
     machine.play(make_history(random))
     for sequence in machine.sequences:
         prompt = sequence.tokens[: sequence.num_prompt]

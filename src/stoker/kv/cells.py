@@ -10,8 +10,12 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from stoker.ipc.model import CacheMode, Policy
+
+if TYPE_CHECKING:
+    from stoker.backends.protocol.extensions import Tiles
 
 
 @dataclass(slots=True, eq=False)
@@ -132,6 +136,7 @@ class SchedulerLimits:
         max_prompt_rows: rows of logits one prompt may ask for in a step.
         is_on_device: steps are computed beside the loop, and cost more where their shape changes.
         has_streams: each sequence has cells of its own, and those of others cost a step nothing.
+        tiles: what prompts cost where they are computed in tiles; None: it grows evenly.
         cell_bytes: what a token takes in a snapshot, about.
         state_bytes: what a snapshot takes besides; both 0: the backend exports no state.
         target_step_s: of a step while interactive sequences decode; `max_step_s`: of any.
@@ -150,6 +155,7 @@ class SchedulerLimits:
     can_fork: bool = True
     has_streams: bool = False
     is_on_device: bool = False
+    tiles: Tiles | None = None
     cell_bytes: int = 0
     state_bytes: int = 0
     park_bytes: int = 0

@@ -126,11 +126,24 @@ class StepBudget:
         num_left = self.num_left(num_rows)
         if not num_rows or self.policy is Policy.THROUGHPUT:
             return num_left
+        most_s = self._targets(num_rows, num_prefilling) * self.target_s
+        within = self._cost.tokens_within(most_s, self.n_batch) - num_rows
+        return min(num_left, max(within, num_prefilling, MIN_PREFILL_TOKENS))
+
+    def _targets(self, num_rows: int, num_prefilling: int) -> float:
+        """Targets that a step with interactive decode rows may take beside so many prompts."""
         targets = BALANCED_TARGETS if self.policy is Policy.BALANCED else 1.0
         # where more prompts wait than rows decode, their first tokens count for more than its next ones
-        targets = max(targets, min(num_prefilling / num_rows, CROWD_STRETCH))
-        within = self._cost.tokens_within(targets * self.target_s, self.n_batch) - num_rows
-        return min(num_left, max(within, num_prefilling, MIN_PREFILL_TOKENS))
+        return max(targets, min(num_prefilling / num_rows, CROWD_STRETCH))
+
+    def in_tiles(self, prompts: SequenceOf[Sequence], num_rows: int) -> dict[Sequence, int]:  # noqa: ARG002 - TiledStepBudget asks
+        """Tokens of these prompts that go in a step without interactive decode rows; empty: beside them."""
+        return {}
+
+    @property
+    def owes_rows(self) -> bool:
+        """Whether interactive decode rows have their step before prompts go without them."""
+        return False
 
     def crowd(self, num_rows: int, sequences: list[Sequence]) -> int:  # noqa: ARG002 - StreamStepBudget asks
         """Tokens for which a step may take longer than `prefill` says, of several prompts."""
@@ -140,8 +153,11 @@ class StepBudget:
         """Whether these prompts go in a step without interactive decode rows."""
         return False
 
-    def rows_held(self, num_tokens: int) -> None:
-        """A step of so many tokens goes without them."""
+    def rows_held(self, num_tokens: int, num_rows: int, num_prompts: int) -> None:
+        """A step of so many tokens goes without so many of them; so many prompts were ready."""
+
+    def rows_gone(self) -> None:
+        """No interactive sequence decodes."""
 
     def rows_stepped(self) -> None:
         """A step has interactive decode rows."""
@@ -419,10 +435,18 @@ class Planner:
         """Every decode row that fits the batch, then prefill within its budget."""
         decoding = self._rotated([s for s in sequences if s.state is SequenceState.DECODE])
         prefilling = self._rotated([s for s in sequences if s.state is SequenceState.PREFILL])
-        if decoding and favoured is None and self._goes_alone(prefilling):
-            parts = self._beside(prefilling, None, [])
-            self.budget.rows_held(_num_tokens(parts))
-            return parts
+        if not decoding:
+            self.budget.rows_gone()
+        elif favoured is None:
+            if self._goes_alone(prefilling):
+                parts = self._beside(prefilling, None, [])
+                self.budget.rows_held(_num_tokens(parts), len(decoding), len(prefilling))
+                return parts
+            if counts := self._in_tiles(prefilling, len(decoding)):
+                if not self.budget.owes_rows:
+                    self.budget.rows_held(sum(counts.values()), len(decoding), len(prefilling))
+                    return [Planned(s, _item(s, count)) for s, count in counts.items()]
+                prefilling = []
         rows = sorted(decoding[: self.budget.decode_rows(len(prefilling))], key=_BY_SLOT)
         parts = [Planned(s, _item(s, 1)) for s in rows]
         if rows:
@@ -434,6 +458,11 @@ class Planner:
 
     def _goes_alone(self, prefilling: list[Sequence]) -> bool:
         return self.budget.holds_rows(prefilling) and not any(s.is_at_image for s in prefilling)
+
+    def _in_tiles(self, prefilling: list[Sequence], num_rows: int) -> dict[Sequence, int]:
+        if not prefilling or not all(map(_is_text_of_prompt, prefilling)):
+            return {}
+        return self.budget.in_tiles(prefilling, num_rows)
 
     def _beside(
         self, prefilling: list[Sequence], favoured: Sequence | None, rows: list[Planned]

@@ -11,6 +11,8 @@ sequence, background before interactive, is parked.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from itertools import islice
 
 from stoker.cache.prefix_cache import PrefixCache
@@ -26,6 +28,7 @@ from stoker.scheduler.device_budget import DeviceStepBudget, StreamStepBudget
 from stoker.scheduler.eta import EtaEstimator
 from stoker.scheduler.plan import Planner, StepBudget, StepPlan
 from stoker.scheduler.queue import Aging, PrefixWait, RequestQueue, Throttle
+from stoker.scheduler.tiled_budget import TiledStepBudget
 
 STREAM_COPY_S = 0.004
 """What a copy of a device's stream takes, or of a state into one, with the graph that is built anew: measured
@@ -60,7 +63,7 @@ class Scheduler:
         self.slots, self.cells = self.allocator.slots, self.allocator.cells
         self.prefix_statistics = self.allocator.prefix_source.prefix_statistics
         self._prefix_wait = PrefixWait(self.allocator)
-        budget = _budget_kind(limits)(
+        budget = _budget_of(limits)(
             self.cost, limits.n_batch, limits.policy, limits.target_step_s, limits.max_step_s
         )
         self.eta = EtaEstimator(self.cost, budget, limits.num_slots)
@@ -577,7 +580,9 @@ def _hinder(sequence: Sequence, hindrance: Hindrance, turn: Schedule) -> None:
         turn.hindered.append(sequence)
 
 
-def _budget_kind(limits: SchedulerLimits) -> type[StepBudget]:
+def _budget_of(limits: SchedulerLimits) -> Callable[..., StepBudget]:
+    if limits.tiles is not None:
+        return partial(TiledStepBudget, tiles=limits.tiles)
     if not limits.is_on_device:
         return StepBudget
     return StreamStepBudget if limits.has_streams else DeviceStepBudget

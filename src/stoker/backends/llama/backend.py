@@ -156,6 +156,7 @@ class LlamaBackend:
             threads=self,
             aborts=self._context.abort_flag,
             compaction=self._context,
+            tiles=self._context.tiles,
             scratch=self,
             draws=self._context.draws,
             devices=self if self._model.devices else None,

@@ -85,6 +85,7 @@ class LlamaContext:
         with_initial_state: sequences that began from a state put there, and not from the model's own.
         places: where pictures lie that are not computed as text is.
         draws: finds the largest logits of rows; None: rows are read whole.
+        tiles: what prompts cost, where they are padded to tiles; None: they are not.
         abort_flag: ends a step; None: devices compute steps, which cannot be ended.
 
     Raises:
@@ -125,6 +126,7 @@ class LlamaContext:
         self.lengths = Lengths(options.num_sequences, model.vocabulary.n_vocab, self.n_batch)
         self.flash_attention = _flash_attention(options, lines)
         self._buffers = buffer_bytes(lines, model.devices)
+        self.tiles = self._row_tiles() if options.pads_prompts and not options.keeps_order else None
         self._cells = self._open_cells(options)
         # A state that no token made needs a position of its own; recurrent models do not look at positions.
         self._first_position = 1 if model.is_recurrent else 0
@@ -153,19 +155,18 @@ class LlamaContext:
         if options.keeps_order:
             cell_bytes = -(-self.memory()["kv"] // self.num_cells)
             return OrderedPool(self.handle, options.num_sequences, self.num_cells, cell_bytes)
-        if options.pads_prompts and self._has_tiles:
-            model = self._model
-            embedded = model.vocabulary.n_vocab * model.n_embd
-            tiles = RowTiles.of(model.num_params, embedded, model.n_embd, model.num_layers)
-            return TiledPool(self.handle, options.num_sequences, tiles)
+        if self.tiles is not None:
+            return TiledPool(self.handle, options.num_sequences, self.tiles)
         return (DevicePool if options.is_off_host else Pool)(self.handle, options.num_sequences)
 
-    @property
-    def _has_tiles(self) -> bool:
-        """Whether attention is computed on the CPU, with tiles, and tokens may be taken back."""
-        is_on_cpu = self.abort_flag is not None
+    def _row_tiles(self) -> RowTiles | None:
+        """Where attention is computed on the CPU, with tiles, in one pool, and tokens may be taken back."""
+        model, is_on_cpu = self._model, self.abort_flag is not None and not self.has_streams
         reads_tiles = self.flash_attention == "on" and self.key_type is KeyType.F16
-        return is_on_cpu and reads_tiles and self.n_ubatch >= TILE and self._model.keeps_every_cell
+        if not (is_on_cpu and reads_tiles and self.n_ubatch >= TILE and model.keeps_every_cell):
+            return None
+        embedded = model.vocabulary.n_vocab * model.n_embd
+        return RowTiles.of(model.num_params, embedded, model.n_embd, model.num_layers)
 
     def __repr__(self) -> str:
         return f"<LlamaContext of {self._model!r}, {self.num_cells} cells, {self.lengths!r}>"

@@ -11,7 +11,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from stoker.backends.protocol.backend import BatchPlan
+    from stoker.backends.protocol.extensions import Span
 
 TILE = 64
 """Rows from which on it does (`GGML_FA_TILE_Q`)."""
@@ -23,7 +26,7 @@ LEAST_GAIN = 1.1
 
 @dataclass(frozen=True, slots=True)
 class RowTiles:
-    """What a model's steps cost, in products of its weights with one row.
+    """What a model's steps cost, in products of its weights with one row; see `Tiles`.
 
     Attributes:
         cell: operations that one row takes to attend to one cell, by those of its products.
@@ -39,6 +42,23 @@ class RowTiles:
         """
         return cls(2 * width * num_layers / max(num_params - num_embedded, 1))
 
+    @property
+    def num_rows(self) -> int:
+        """Rows of a tile."""
+        return TILE
+
+    def alone(self, spans: Iterable[Span]) -> float:
+        """What the rows of some tokens cost in steps of less than a tile."""
+        return sum(count * (1.0 + ALONE * self.cell * (start + count / 2)) for start, count in spans)
+
+    def together(self, spans: Iterable[Span]) -> float:
+        """What they cost in one step of a tile or more, padded if they are fewer."""
+        num_rows = num_seen = 0
+        for start, count in spans:
+            num_rows += count
+            num_seen += start + count
+        return max(num_rows, TILE) * (1.0 + TILED * self.cell * num_seen)
+
     def num_missing(self, plan: BatchPlan) -> int:
         """Rows of padding with which a step has a tile and is quicker; 0: none.
 
@@ -46,14 +66,7 @@ class RowTiles:
         rounds otherwise than a row alone.
         """
         num_rows = plan.num_tokens
-        if not len(plan.items) < num_rows < TILE:
+        if not len(plan.items) < num_rows < TILE or any(item.num_logits > 1 for item in plan.items):
             return 0
-        alone, num_seen = float(num_rows), 0
-        for item in plan.items:
-            count = len(item.tokens)
-            if item.num_logits > 1:
-                return 0
-            alone += ALONE * self.cell * count * (item.start + count / 2)
-            num_seen += item.start + count
-        tiled = TILE * (1.0 + TILED * self.cell * num_seen)
-        return TILE - num_rows if LEAST_GAIN * tiled < alone else 0
+        spans = [(item.start, len(item.tokens)) for item in plan.items]
+        return TILE - num_rows if LEAST_GAIN * self.together(spans) < self.alone(spans) else 0

@@ -6,12 +6,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, TypeAlias
 
 from stoker.backends.protocol.scoring import ScoringLane
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
 
     from stoker.backends.protocol.backend import BatchPlan, Buffer, Conditioning
     from stoker.backends.protocol.scoring import Scoring
@@ -166,6 +166,34 @@ class Compaction(Protocol):
         ...
 
 
+Span: TypeAlias = tuple[int, int]
+"""Tokens of a sequence by those before them, and their number."""
+
+
+class Tiles(Protocol):
+    """Steps in which so many rows cost less than somewhat fewer: they are computed in tiles (SPEC Q24).
+
+    Costs are in products of the weights with one row.
+    """
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of a tile."""
+        ...
+
+    def alone(self, spans: Iterable[Span]) -> float:
+        """What the rows of some tokens cost in steps of less than a tile."""
+        ...
+
+    def together(self, spans: Iterable[Span]) -> float:
+        """What they cost in one step of a tile or more, padded if they are fewer."""
+        ...
+
+    def num_missing(self, plan: BatchPlan) -> int:
+        """Rows that a step of `plan` is padded with."""
+        ...
+
+
 class Draws(Protocol):
     """Candidates in place of rows of logits: found where they were computed, so that rows need not travel."""
 
@@ -248,6 +276,7 @@ class Extensions:
     threads: Threads | None = None
     aborts: StepAbort | None = None
     compaction: Compaction | None = None
+    tiles: Tiles | None = None
     scratch: Scratch | None = None
     devices: OnDevices | None = None
     draws: Draws | None = None

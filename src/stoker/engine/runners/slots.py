@@ -380,6 +380,7 @@ def scheduler_limits(spec: ModelSpec, backend: Backend) -> SchedulerLimits:
         can_fork=limits.can_fork,
         is_on_device=limits.is_async,
         has_streams=limits.kv_layout is KVLayout.STREAMS,
+        tiles=backend.extensions.tiles,
         cell_bytes=0 if is_recurrent else kv_bytes // limits.num_cells,
         state_bytes=kv_bytes // limits.num_sequences if is_recurrent else 0,
         park_bytes=spec.park_bytes,

@@ -1,0 +1,92 @@
+"""Budgets of steps on a CPU that computes prompts in tiles of rows (SPEC Q28).
+
+A slice of a prompt beside decode rows is computed row by row. Behind other text each of its tokens costs
+several times what it costs in a tile, and in a step with both the tile attends to the cells of all. So there
+prompts get whole tiles in steps of their own, those that end soonest first, and between two such steps decode
+rows have as many as slices would have left them. A reader sees a gap at times where each token was late, and
+all have their answers sooner.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+from stoker.ipc.model import Policy
+from stoker.scheduler.device_budget import one_after_another
+from stoker.scheduler.plan import MIN_PREFILL_TOKENS, StepBudget
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence as SequenceOf
+
+    from stoker.backends.protocol.extensions import Tiles
+    from stoker.kv.sequence import Sequence
+    from stoker.scheduler.cost import StepCost
+
+GAIN = 2.0
+"""Readers wait for a tile where slices cost that many times what it does. The last tokens of a prompt, where
+they are several slices and no more than a tile, are worth it anyway: readers lose as much by those slices."""
+MIN_SLICE_SHARE = 0.5
+"""Of its target a slice counts as that much at least."""
+
+
+class TiledStepBudget(StepBudget):
+    """As `StepBudget`, where a step with so many rows as a tile has costs less than somewhat fewer.
+
+    Args:
+        tiles: what steps cost.
+    """
+
+    def __init__(  # noqa: PLR0913 - those of every budget, and one
+        self,
+        cost: StepCost,
+        n_batch: int,
+        policy: Policy = Policy.LATENCY,
+        target_s: float = 0.05,
+        max_s: float = math.inf,
+        *,
+        tiles: Tiles,
+    ) -> None:
+        super().__init__(cost, n_batch, policy, target_s, max_s)
+        self._tiles = tiles
+        self._num_owed = 0.0  # steps of the decode rows before the next tile
+
+    def in_tiles(self, prompts: SequenceOf[Sequence], num_rows: int) -> dict[Sequence, int]:
+        """Tokens of prompts that go in a step without these decode rows; empty: beside them, in slices.
+
+        It is of one tile, or of as many as its target has room for: readers wait for it.
+        """
+        tile = self._tiles.num_rows
+        if self.policy is Policy.THROUGHPUT or self.num_left(0) < tile:
+            return {}
+        within = min(self.num_left(0), self._cost.tokens_within(self.target_s, self.n_batch))
+        counts = one_after_another(prompts, max(tile, within - within % tile), self._cost)
+        ending = {prompt: count for prompt, count in counts.items() if count == prompt.num_pending}
+        spans = [(prompt.num_computed, count) for prompt, count in counts.items()]
+        if len(ending) < len(counts) and GAIN * self._tiles.together(spans) <= self._tiles.alone(spans):
+            return counts
+        return {} if self.can_finish(sum(ending.values()), num_rows) else ending
+
+    @property
+    def owes_rows(self) -> bool:
+        """Whether decode rows have their step before the next tile."""
+        return self._num_owed > 0.0
+
+    def rows_held(self, num_tokens: int, num_rows: int, num_prompts: int) -> None:
+        """They wait for a step of so many tokens, and are owed as many as slices would have had."""
+        took_s = self._cost.predict(max(num_tokens, self._tiles.num_rows))
+        alone_s = self._cost.predict(num_rows)
+        least_s = self._cost.predict(num_rows + MIN_PREFILL_TOKENS)
+        if took_s is None or alone_s is None or least_s is None:
+            return
+        sliced_s = max(self._targets(num_rows, num_prompts) * self.target_s, least_s) - alone_s
+        self._num_owed = took_s * self._cost.slowdown.times / max(sliced_s, MIN_SLICE_SHARE * self.target_s)
+
+    def rows_stepped(self) -> None:
+        """They have their step."""
+        super().rows_stepped()
+        self._num_owed -= 1.0
+
+    def rows_gone(self) -> None:
+        """No interactive sequence decodes: the next one is owed nothing."""
+        self._num_owed = 0.0
