@@ -6,7 +6,8 @@ from stoker.ipc.model import Policy
 from stoker.ipc.request import Priority
 from stoker.kv.sequence import Sequence, SequenceKey, SequenceState
 from stoker.scheduler.cost import StepCost
-from stoker.scheduler.plan import MIN_SLICE_S, Planner, SliceBudget, StepBudget
+from stoker.scheduler.plan import Planner, StepBudget
+from stoker.scheduler.slice_budget import MIN_SLICE_S, SliceBudget
 
 
 def taught(times=None):

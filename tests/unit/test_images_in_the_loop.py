@@ -9,7 +9,7 @@ from stoker.backends.fake.vision import NUM_TOKENS
 from stoker.ipc.commands import Cancel, Pause, Resume, Submit
 from stoker.ipc.events import Delta, Failed, Finished
 from stoker.ipc.request import IMAGE_MARKER, GenerateRequest, Picture, Priority, Sampling
-from stoker.scheduler.plan import PLAIN_STEPS
+from stoker.scheduler.slice_budget import PLAIN_STEPS
 
 ORDER = "eog_period=0,vision=5,weights_mib=100"
 RED = Picture(width=2, height=2, rgb=bytes([200, 0, 0] * 4))

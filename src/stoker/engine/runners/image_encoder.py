@@ -19,7 +19,7 @@ from stoker.cache.entry import Entry, EntryState
 from stoker.cache.radix import Namespace, num_tokens
 from stoker.errors import StepFailedError, StokerError
 from stoker.kv.sequence import SequenceState
-from stoker.scheduler.plan import SliceBudget
+from stoker.scheduler.slice_budget import SliceBudget
 
 if TYPE_CHECKING:
     from collections.abc import Iterable

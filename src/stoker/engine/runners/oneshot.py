@@ -32,7 +32,7 @@ from stoker.ipc.usage import Tensor
 from stoker.sampling.logprobs import Likelihoods
 from stoker.sampling.truncation import Workspace
 from stoker.scheduler.cost import StepCost, StepTally
-from stoker.scheduler.plan import MIN_SLICE_S, SLICE_SHARE, SliceBudget
+from stoker.scheduler.slice_budget import MIN_SLICE_S, SLICE_SHARE, SliceBudget
 
 if TYPE_CHECKING:
     from collections.abc import Sequence as Several
