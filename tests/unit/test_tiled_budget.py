@@ -56,9 +56,11 @@ class Machine:
         self.scheduler.enqueue(sequence, self.now)
         return sequence
 
-    def enter_after(self, name: str, num_before: int, num_prompt: int, num_wanted: int = 4) -> Sequence:
+    def enter_after(
+        self, name: str, num_before: int, num_prompt: int, num_wanted: int = 4, **fields: object
+    ) -> Sequence:
         """A request that goes on after so many tokens that are computed, in the next step."""
-        sequence = self.enter(name, num_before + num_prompt, num_wanted)
+        sequence = self.enter(name, num_before + num_prompt, num_wanted, **fields)
         self.scheduler.schedule(self.now)
         assert sequence.slot is not None
         self.scheduler.cells.extend(sequence.slot, num_before)
@@ -96,10 +98,10 @@ class Machine:
         if sequence.num_generated == sequence.num_wanted:
             self.scheduler.retire(sequence, FinishReason.LENGTH, self.now)
 
-    def read_by(self, *names: str, num_before: int = 300) -> None:
+    def read_by(self, *names: str, num_before: int = 300, **fields: object) -> None:
         """Somebody reads: a long answer of each is under way."""
         for name in names:
-            self.enter_after(name, num_before, 1, 400)
+            self.enter_after(name, num_before, 1, 400, **fields)
         while any(len(self.token_s.get(name, ())) < 3 for name in names):
             self.step()
         self.steps.clear()
@@ -210,6 +212,46 @@ def test_jobs_get_no_steps_without_readers() -> None:
     machine.read_by("a")
     machine.enter("job", 2000, priority=Priority.BACKGROUND)
     assert all("a" in machine.step() for _ in range(30))
+
+
+def test_jobs_do_not_join_a_persons_tile() -> None:
+    """Q8, Q28: it would attend to the cells of all; they have their tenth of the steps after it."""
+    machine = Machine()
+    machine.read_by("job 1", "job 2", priority=Priority.BACKGROUND)
+    machine.enter_after("q", 300, 60, 100)
+    assert machine.step() == {"q": 60}
+    steps = [machine.step() for _ in range(60)]
+    assert all("q" in step for step in steps)
+    assert 1 <= sum(len(step) > 1 for step in steps) <= 20
+
+
+def test_a_persons_few_tokens_are_no_tile_and_jobs_join_them() -> None:
+    """Q8, Q28."""
+    machine = Machine()
+    machine.read_by("job 1", "job 2", priority=Priority.BACKGROUND)
+    for number in range(20):
+        machine.enter_after(f"q{number}", 300, 20, 1)
+        if len(machine.step()) > 1:
+            return
+    pytest.fail(f"jobs joined none of {machine.steps}")
+
+
+def test_jobs_alone_read_and_write_in_turns_where_that_is_quicker() -> None:
+    """Q28: each has every second step."""
+    machine = Machine()
+    machine.read_by("job 1", "job 2", priority=Priority.BACKGROUND)
+    machine.enter_after("p", 0, 300, priority=Priority.BACKGROUND)
+    for _ in range(2):
+        assert set(machine.step()) == {"p"}
+        assert machine.step() == {"job 1": 1, "job 2": 1}
+
+
+def test_jobs_alone_share_a_step_where_rows_have_hardly_any_cells() -> None:
+    """Q28: a step more would read all weights once more."""
+    machine = Machine()
+    machine.read_by("job 1", "job 2", num_before=2, priority=Priority.BACKGROUND)
+    machine.enter_after("p", 0, 300, priority=Priority.BACKGROUND)
+    assert set(machine.step()) == {"p", "job 1", "job 2"}
 
 
 def test_a_step_that_is_padded_is_learned_from_as_a_tile(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -196,6 +196,10 @@ class StepBudget:
             num_left = min(num_left, within - num_tokens)
         return max(0, num_left)
 
+    def splits(self, rows: list[Sequence], prompts: list[Sequence], num_tokens: int) -> bool:  # noqa: ARG002 - TiledStepBudget asks
+        """Whether `num_tokens` of prompts and these rows, of background alone, have steps in turns."""
+        return False
+
     def is_enough(self, num_tokens: int, jobs: list[Sequence], num_others: int) -> bool:  # noqa: ARG002 - DeviceStepBudget asks
         """Whether background joins a step of `num_others` tokens with `num_tokens`."""
         return num_tokens > 0
@@ -287,7 +291,7 @@ def fair_shares(wanted: list[int], budget: int) -> list[int]:
 
 
 class Planner:
-    """Builds one step after the other; remembers only which sequence is first.
+    """Builds one step after the other; remembers only which sequence is first, and whose step it was.
 
     Args:
         budget: how many tokens of each kind a step may carry.
@@ -298,6 +302,7 @@ class Planner:
         self.budget = budget
         self.max_prompt_rows = max_prompt_rows
         self._turn = 0
+        self._jobs_read = False
 
     def plan(self, running: list[Sequence], favoured: Sequence | None = None) -> StepPlan | None:
         """The next step over `running` sequences, or None when nothing is ready.
@@ -434,6 +439,9 @@ class Planner:
             return []
         decoding = self._rotated([s for s in sequences if s.state is SequenceState.DECODE])
         prefilling = self._rotated([s for s in sequences if s.state is SequenceState.PREFILL])
+        if not num_others and decoding and self.budget.splits(decoding, prefilling, num_left):
+            self._jobs_read = not self._jobs_read
+            decoding, prefilling = ([], prefilling) if self._jobs_read else (decoding, [])
         rows = sorted(decoding[: max(1, num_left - len(prefilling))], key=_BY_SLOT)
         parts = [Planned(s, _item(s, 1)) for s in rows]
         room = self.budget.num_left(num_others) - len(rows)

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from stoker.ipc.model import Policy
 from stoker.scheduler.device_budget import one_after_another
-from stoker.scheduler.plan import MIN_PREFILL_TOKENS, StepBudget
+from stoker.scheduler.plan import MIN_PREFILL_TOKENS, StepBudget, fair_shares
 
 if TYPE_CHECKING:
     from collections.abc import Sequence as SequenceOf
@@ -28,6 +28,8 @@ GAIN = 2.0
 they are several slices and no more than a tile, are worth it anyway: readers lose as much by those slices."""
 MIN_SLICE_SHARE = 0.5
 """Of its target a slice counts as that much at least."""
+A_STEP = 2.0
+"""What a step costs besides its rows, in products of the weights with one: it reads them."""
 
 
 class TiledStepBudget(StepBudget):
@@ -66,6 +68,29 @@ class TiledStepBudget(StepBudget):
         if len(ending) < len(counts) and GAIN * self._tiles.together(spans) <= self._tiles.alone(spans):
             return counts
         return {} if self.can_finish(sum(ending.values()), num_rows) else ending
+
+    def background(self, num_tokens: int, *, has_decoding: bool) -> int:
+        """Tokens of background beside `num_tokens` of interactive work; none beside a tile of prompts.
+
+        It would attend to the cells of all of them, for some rows that cost less in any other step.
+        """
+        if (
+            not has_decoding
+            and 2 * num_tokens >= self._tiles.num_rows
+            and self.policy is not Policy.THROUGHPUT
+        ):
+            return 0
+        return super().background(num_tokens, has_decoding=has_decoding)
+
+    def splits(self, rows: list[Sequence], prompts: list[Sequence], num_tokens: int) -> bool:
+        """Whether `num_tokens` of prompts and these rows, of background alone, cost less in turns."""
+        counts = fair_shares([prompt.num_in_reach for prompt in prompts], num_tokens)
+        read = [(prompt.num_computed, count) for prompt, count in zip(prompts, counts, strict=True)]
+        decoded = [(row.num_computed, 1) for row in rows]
+        if sum(counts) + len(rows) < self._tiles.num_rows:
+            return False
+        apart = min(self._tiles.together(read), self._tiles.alone(read)) + self._tiles.alone(decoded)
+        return apart + A_STEP < self._tiles.together(read + decoded)
 
     @property
     def owes_rows(self) -> bool:
