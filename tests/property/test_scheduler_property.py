@@ -115,6 +115,10 @@ class SmallTiles:
         """Half of one."""
         return max(self.num_rows, self.alone(spans)) / 2
 
+    def num_missing(self, plan):
+        """Nothing is padded."""
+        return 0
+
 
 def run(seed):
     """One history to its end; every request has the tokens it gets alone."""

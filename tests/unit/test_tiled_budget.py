@@ -40,7 +40,7 @@ class Machine:
         known = {"num_slots": 4, "num_sequences": 8, "num_cells": 2**15, "n_batch": 512, "max_step_s": MAX_S}
         given = {"tiles": TILES} | known | limits
         self.scheduler = Scheduler(SchedulerLimits(**given), PrefixCache(CacheLimits(), Ledger()))  # type: ignore[arg-type]
-        self.unit_s, self.now = unit_s, 0.0
+        self.unit_s, self.now, self.num_entered = unit_s, 0.0, 0
         self.steps: list[dict[str, int]] = []
         self.took_s: list[float] = []
         self.token_s: dict[str, list[float]] = {}
@@ -50,7 +50,8 @@ class Machine:
 
     def enter(self, name: str, num_prompt: int, num_wanted: int = 4, **fields: object) -> Sequence:
         """A request with tokens of its own."""
-        tokens = [sum(map(ord, name))] * num_prompt
+        self.num_entered += 1
+        tokens = [self.num_entered] * num_prompt
         sequence = Sequence(key=SequenceKey(name, 0), tokens=tokens, num_prompt=num_prompt, **fields)  # type: ignore[arg-type]
         sequence.num_wanted, sequence.arrival_s = num_wanted, self.now
         self.scheduler.enqueue(sequence, self.now)
@@ -195,15 +196,114 @@ def test_no_tile_where_the_policy_mixes_or_it_would_take_too_long(policy: Policy
     assert machine.step()["a"] == 1
 
 
+def test_a_step_that_was_ended_is_not_paid_for() -> None:
+    """Q27, Q28: an arrival ends it while it is young, and both have the next one."""
+    machine = Machine()
+    machine.read_by("a", "b")
+    machine.enter_after("q", 380, 60)
+    machine.scheduler.schedule(machine.now)
+    ended = machine.scheduler.plan()
+    assert ended is not None
+    assert len(ended.parts) == 1
+    assert machine.step() == {"q": 60}
+
+
+def test_what_fits_beside_the_readers_does_not_wait_until_they_had_their_steps() -> None:
+    """Q9, Q28: another one's long prompt is in tiles."""
+    machine = Machine()
+    machine.read_by("a", num_before=60)
+    machine.enter_after("long", 1000, 1000)
+    assert machine.step() == {"long": TILE}
+    machine.enter_after("q", 60, 6)
+    assert machine.step() == {"a": 1, "q": 6}
+
+
+def test_a_token_goes_beside_many_readers_whose_step_is_long_without_it() -> None:
+    """Q9, Q28: a slice has some tokens whatever the rows take."""
+    machine = Machine(num_slots=24, num_sequences=32)
+    machine.read_by(*(f"r{number:02}" for number in range(22)))
+    assert machine.scheduler.cost.predict(22) > 1.5 * 0.05
+    machine.enter_after("q", 380, 1)
+    assert len(machine.step()) == 23
+
+
+def test_what_three_targets_carry_goes_beside_the_readers_of_a_balanced_policy() -> None:
+    """Q9, Q28."""
+    machine = Machine(policy=Policy.BALANCED)
+    machine.read_by("a", num_before=60)
+    machine.enter_after("q", 60, 24)
+    assert machine.step() == {"a": 1, "q": 24}
+
+
+@pytest.mark.parametrize("num_left", [24, 60])
+def test_no_job_joins_the_step_for_which_readers_wait(num_left: int) -> None:
+    """Q8, Q28: also where what is left of the prompt is less than half a tile."""
+    machine = Machine(num_slots=6)
+    machine.read_by("a", "b", "c")
+    machine.enter("job", 2000, priority=Priority.BACKGROUND)
+    machine.enter_after("q", 380, num_left)
+    assert machine.step() == {"q": num_left}
+
+
+def test_background_that_is_owed_a_step_has_it_with_the_readers() -> None:
+    """Q7, Q28: no prompt goes before it without them."""
+    machine = Machine()
+    machine.read_by("a")
+    machine.read_by("job", priority=Priority.BACKGROUND)
+    job = next(s for s in machine.scheduler.slots.running if s.is_background)
+    machine.enter_after("q", 380, 60)
+    plan = machine.scheduler.planner.plan(machine.scheduler.slots.running, job)
+    assert plan is not None
+    assert {part.sequence.key.request_id for part in plan.parts} == {"a", "job", "q"}
+
+
+@pytest.mark.parametrize(("policy", "most_s"), [(Policy.LATENCY, 0.05), (Policy.BALANCED, 0.15)])
+def test_a_quick_machine_reads_as_many_tiles_as_its_target_has_room_for(
+    policy: Policy, most_s: float
+) -> None:
+    """Q9, Q28: but no more, as readers wait for them."""
+    machine = Machine(unit_s=UNIT_S / 30, policy=policy)
+    machine.read_by("a")
+    machine.enter_after("long", 2000, 3000)
+    within = machine.scheduler.cost.tokens_within(most_s, 512)
+    assert within > 2 * TILE
+    assert machine.step() == {"long": within - within % TILE}
+
+
+def test_readers_of_a_slow_machine_are_owed_as_many_steps_as_of_a_quick_one() -> None:
+    """Q28: slices take as many times as long there."""
+    owed = []
+    for slower in (1.0, 2.0):
+        budget = TiledStepBudget(StepCost(), 512, tiles=TILES)
+        for num_tokens in (1, 8, 16, 64):
+            budget._cost.learn(num_tokens, FIXED_S + num_tokens * UNIT_S)
+        budget._cost.slowdown.times = slower
+        budget.rows_waited(slower * 0.2, 1, 1)
+        owed.append(budget._num_owed)
+    assert owed[0] == pytest.approx(0.2 / (0.05 - budget._cost.predict(1)))
+    assert owed[1] == pytest.approx(owed[0])
+
+
 def test_readers_who_come_later_are_owed_nothing() -> None:
     """Q28: a debt to those who have left holds up nobody."""
-    budget = TiledStepBudget(StepCost(), 512, tiles=TILES)
-    for num_tokens in (1, 8, 16, 64):
-        budget._cost.learn(num_tokens, FIXED_S + num_tokens * UNIT_S)
-    budget.rows_held(64, 1, 1)
-    assert budget.owes_rows
-    budget.rows_gone()
-    assert not budget.owes_rows
+    machine = Machine()
+    machine.read_by("a")
+    machine.enter_after("q", 380, 60, 1)
+    assert machine.step() == {"q": 60}
+    assert machine.scheduler.planner.budget.owes_rows
+    reader = next(s for s in machine.scheduler.slots.running if s.key.request_id == "a")
+    machine.scheduler.retire(reader, FinishReason.CANCELLED, machine.now)
+    machine.enter("b", 30, 400)
+    machine.step()
+    assert not machine.scheduler.planner.budget.owes_rows
+
+
+def test_prompts_whose_every_logit_is_asked_come_beside_the_readers() -> None:
+    """Q28, C10: they have rules of their own."""
+    machine = Machine()
+    machine.read_by("a")
+    machine.enter("q", 60, wants_prompt_logits=True)
+    assert machine.step()["a"] == 1
 
 
 def test_jobs_get_no_steps_without_readers() -> None:

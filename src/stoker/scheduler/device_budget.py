@@ -12,13 +12,18 @@ from itertools import accumulate
 from typing import TYPE_CHECKING
 
 from stoker.ipc.model import Policy
-from stoker.scheduler.plan import BALANCED_TARGETS, MIN_BACKGROUND_TOKENS, MIN_PREFILL_TOKENS, StepBudget
+from stoker.scheduler.plan import (
+    BALANCED_TARGETS,
+    MIN_BACKGROUND_TOKENS,
+    MIN_PREFILL_TOKENS,
+    StepBudget,
+    one_after_another,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Sequence as SequenceOf
 
     from stoker.kv.sequence import Sequence
-    from stoker.scheduler.cost import StepCost
 
 ALONE_TARGETS = 4.0
 """Targets that a step without decode rows may take: an arrival waits for its end."""
@@ -35,32 +40,9 @@ PROBE_TOKENS = 256
 """What a slice may carry before one of about that size was measured: what few tokens cost says nothing."""
 WHOLE_TOKENS = 256
 """Background that wants more joins people's steps with that many tokens at least."""
-OVERTAKE = 4.0
-"""A prompt goes before an earlier one where it ends that many times its own time sooner."""
 RESHAPED_STEPS = 1.5
 """What the first step of the old shape costs more after one with background, in plain steps: measured on an
 H100, 3 to 8 ms where a plain one takes 2.4 to 6. The step with background has its own in its time."""
-
-
-def one_after_another(
-    sequences: SequenceOf[Sequence], num_tokens: int, cost: StepCost
-) -> dict[Sequence, int]:
-    """Tokens of each prompt that gets any, of `num_tokens`: those that end soonest first.
-
-    By arrival; a short prompt overtakes a long one that came a little earlier, and none for ever.
-    """
-
-    def due(sequence: Sequence) -> tuple[float, int]:
-        work_s = cost.predict(sequence.num_pending) or 0.0
-        return sequence.arrival_s + OVERTAKE * work_s, sequence.slot or 0
-
-    counts = {}
-    for sequence in sorted(sequences, key=due):
-        count = min(sequence.num_in_reach, num_tokens)
-        if count:
-            counts[sequence] = count
-        num_tokens -= count
-    return counts
 
 
 class DeviceStepBudget(StepBudget):
@@ -151,9 +133,8 @@ class StreamStepBudget(DeviceStepBudget):
         targets = HELD_TARGETS if self._held_s else CROWD_TARGETS
         return took_s is not None and self._held_s + took_s <= targets * self.target_s
 
-    def rows_held(self, num_tokens: int, num_rows: int, num_prompts: int) -> None:
+    def rows_held(self, num_tokens: int) -> None:
         """Decode rows wait for a step of so many tokens."""
-        del num_rows, num_prompts
         self._held_s += self._cost.predict(num_tokens) or 0.0
 
     def rows_stepped(self) -> None:

@@ -47,6 +47,8 @@ ALONE_TIMES = 10.0
 CROWD_STRETCH = 1.5
 """Targets that a step beside decode rows may take where more prompts wait than rows decode, or where it ends
 one: a token costs as much in a small slice, so longer steps would only make readers wait."""
+OVERTAKE = 4.0
+"""A prompt goes before an earlier one where it ends that many times its own time sooner."""
 PREFILL_SHARE = 0.75
 """Under `throughput`: the part of the batch that is kept for prefill."""
 
@@ -137,14 +139,17 @@ class StepBudget:
         # where more prompts wait than rows decode, their first tokens count for more than its next ones
         return max(targets, min(num_prefilling / num_rows, CROWD_STRETCH))
 
-    def in_tiles(self, prompts: SequenceOf[Sequence], num_rows: int) -> dict[Sequence, int]:  # noqa: ARG002 - TiledStepBudget asks
-        """Tokens of these prompts that go in a step without interactive decode rows; empty: beside them."""
+    def without_rows(self, prompts: SequenceOf[Sequence], num_rows: int) -> dict[Sequence, int]:  # noqa: ARG002 - TiledStepBudget asks
+        """Tokens of prompts that go in a step without so many interactive decode rows; empty: beside them."""
         return {}
 
     @property
     def owes_rows(self) -> bool:
         """Whether interactive decode rows have their step before prompts go without them."""
         return False
+
+    def rows_waited(self, took_s: float, num_rows: int, num_prompts: int) -> None:
+        """So many of them waited so long for a step of prompts, of which so many were ready."""
 
     def crowd(self, num_rows: int, sequences: list[Sequence]) -> int:  # noqa: ARG002 - StreamStepBudget asks
         """Tokens for which a step may take longer than `prefill` says, of several prompts."""
@@ -154,8 +159,8 @@ class StepBudget:
         """Whether these prompts go in a step without interactive decode rows."""
         return False
 
-    def rows_held(self, num_tokens: int, num_rows: int, num_prompts: int) -> None:
-        """A step of so many tokens goes without so many of them; so many prompts were ready."""
+    def rows_held(self, num_tokens: int) -> None:
+        """A step of so many tokens goes without them."""
 
     def rows_gone(self) -> None:
         """No interactive sequence decodes."""
@@ -290,6 +295,27 @@ def fair_shares(wanted: list[int], budget: int) -> list[int]:
     return shares
 
 
+def one_after_another(
+    sequences: SequenceOf[Sequence], num_tokens: int, cost: StepCost
+) -> dict[Sequence, int]:
+    """Tokens of each prompt that gets any, of `num_tokens`: all that one needs before the next gets any.
+
+    By arrival; a short prompt overtakes a long one that came a little earlier, and none for ever.
+    """
+
+    def due(sequence: Sequence) -> tuple[float, int]:
+        work_s = cost.predict(sequence.num_pending) or 0.0
+        return sequence.arrival_s + OVERTAKE * work_s, sequence.slot or 0
+
+    counts = {}
+    for sequence in sorted(sequences, key=due):
+        count = min(sequence.num_in_reach, num_tokens)
+        if count:
+            counts[sequence] = count
+        num_tokens -= count
+    return counts
+
+
 class Planner:
     """Builds one step after the other; remembers only which sequence is first, and whose step it was.
 
@@ -303,6 +329,7 @@ class Planner:
         self.max_prompt_rows = max_prompt_rows
         self._turn = 0
         self._jobs_read = False
+        self._held: tuple[int, int] | None = None
 
     def plan(self, running: list[Sequence], favoured: Sequence | None = None) -> StepPlan | None:
         """The next step over `running` sequences, or None when nothing is ready.
@@ -316,10 +343,17 @@ class Planner:
         background = [s for s in running if s.is_background and s is not favoured]
         if favoured is not None:
             interactive.append(favoured)
+        self._held = None
         parts = self._interactive(interactive, favoured)
-        if background:
+        if background and self._held is None:
             parts += self._background(background, parts)
         return StepPlan(tuple(parts)) if parts else None
+
+    def computed(self, took_s: float) -> None:
+        """The last step that was planned has taken so long; one that was ended or failed is not told."""
+        if self._held is not None:
+            self.budget.rows_waited(took_s, *self._held)
+            self._held = None
 
     def again(self, plan: StepPlan) -> StepPlan:
         """The step after one of decode rows, of the same rows; it does not count as computed yet."""
@@ -364,13 +398,13 @@ class Planner:
         elif favoured is None:
             if self._goes_alone(prefilling):
                 parts = self._beside(prefilling, None, [])
-                self.budget.rows_held(_num_tokens(parts), len(decoding), len(prefilling))
+                self.budget.rows_held(_num_tokens(parts))
                 return parts
-            if counts := self._in_tiles(prefilling, len(decoding)):
+            if counts := self._without_rows(prefilling, len(decoding)):
                 if not self.budget.owes_rows:
-                    self.budget.rows_held(sum(counts.values()), len(decoding), len(prefilling))
+                    self._held = len(decoding), len(prefilling)
                     return [Planned(s, _item(s, count)) for s, count in counts.items()]
-                prefilling = []
+                prefilling = self._to_finish_beside(prefilling, len(decoding))
         rows = sorted(decoding[: self.budget.decode_rows(len(prefilling))], key=_BY_SLOT)
         parts = [Planned(s, _item(s, 1)) for s in rows]
         if rows:
@@ -383,10 +417,15 @@ class Planner:
     def _goes_alone(self, prefilling: list[Sequence]) -> bool:
         return self.budget.holds_rows(prefilling) and not any(s.is_at_image for s in prefilling)
 
-    def _in_tiles(self, prefilling: list[Sequence], num_rows: int) -> dict[Sequence, int]:
+    def _without_rows(self, prefilling: list[Sequence], num_rows: int) -> dict[Sequence, int]:
         if not prefilling or not all(map(_is_text_of_prompt, prefilling)):
             return {}
-        return self.budget.in_tiles(prefilling, num_rows)
+        return self.budget.without_rows(prefilling, num_rows)
+
+    def _to_finish_beside(self, prefilling: list[Sequence], num_rows: int) -> list[Sequence]:
+        """The prompt nearest to its end, where it comes to it beside the rows that others wait for."""
+        nearest = min(prefilling, key=lambda s: s.num_pending)
+        return [nearest] if self.budget.can_finish(nearest.num_pending, num_rows) else []
 
     def _beside(
         self, prefilling: list[Sequence], favoured: Sequence | None, rows: list[Planned]

@@ -320,6 +320,7 @@ class Scheduler:
         if len(self._unnoted) >= MOST_UNNOTED:
             self.note_steps()
         self._unnoted.append((plan, now - self._stepped_s, now))
+        self.planner.computed(now - self._stepped_s)
         self._stepped_s = now
         tally = self.tally
         tally.num_rows += len(plan.parts)
@@ -347,7 +348,13 @@ class Scheduler:
         unnoted, self._unnoted = self._unnoted, []
         for plan, took_s, now in unnoted:
             self.activity.stepped(plan, took_s, now)
-            self.eta.stepped(plan.num_tokens, took_s)
+            self.eta.stepped(self.num_rows(plan), took_s)
+
+    def num_rows(self, plan: StepPlan) -> int:
+        """Rows that a step takes as long as: those of its tokens, and what it is padded with."""
+        if self.limits.tiles is None or plan.is_rows:
+            return plan.num_tokens
+        return plan.num_tokens + self.limits.tiles.num_missing(plan.batch())
 
     def take_back(self, sequence: Sequence) -> None:
         """What is left of its draft is not drawn; the backend drops it before the next step."""

@@ -13,8 +13,7 @@ import math
 from typing import TYPE_CHECKING
 
 from stoker.ipc.model import Policy
-from stoker.scheduler.device_budget import one_after_another
-from stoker.scheduler.plan import MIN_PREFILL_TOKENS, StepBudget, fair_shares
+from stoker.scheduler.plan import MIN_PREFILL_TOKENS, StepBudget, fair_shares, one_after_another
 
 if TYPE_CHECKING:
     from collections.abc import Sequence as SequenceOf
@@ -53,21 +52,25 @@ class TiledStepBudget(StepBudget):
         self._tiles = tiles
         self._num_owed = 0.0  # steps of the decode rows before the next tile
 
-    def in_tiles(self, prompts: SequenceOf[Sequence], num_rows: int) -> dict[Sequence, int]:
-        """Tokens of prompts that go in a step without these decode rows; empty: beside them, in slices.
+    def without_rows(self, prompts: SequenceOf[Sequence], num_rows: int) -> dict[Sequence, int]:
+        """Tokens of prompts that go in a step without so many interactive decode rows; empty: beside them.
 
-        It is of one tile, or of as many as its target has room for: readers wait for it.
+        It is of one tile at most, or of as many as its target has room for. It has what is left of prompts,
+        where that is more than a slice, and all of a tile that costs so much less than slices.
         """
         tile = self._tiles.num_rows
         if self.policy is Policy.THROUGHPUT or self.num_left(0) < tile:
             return {}
-        within = min(self.num_left(0), self._cost.tokens_within(self.target_s, self.n_batch))
+        most_s = self._targets(num_rows, len(prompts)) * self.target_s
+        within = min(self.num_left(0), self._cost.tokens_within(most_s, self.n_batch))
         counts = one_after_another(prompts, max(tile, within - within % tile), self._cost)
         ending = {prompt: count for prompt, count in counts.items() if count == prompt.num_pending}
         spans = [(prompt.num_computed, count) for prompt, count in counts.items()]
         if len(ending) < len(counts) and GAIN * self._tiles.together(spans) <= self._tiles.alone(spans):
             return counts
-        return {} if self.can_finish(sum(ending.values()), num_rows) else ending
+        num_left = sum(ending.values())
+        is_slice = num_left <= self.prefill(num_rows, len(prompts)) or self.can_finish(num_left, num_rows)
+        return {} if is_slice else ending
 
     def background(self, num_tokens: int, *, has_decoding: bool) -> int:
         """Tokens of background beside `num_tokens` of interactive work; none beside a tile of prompts.
@@ -97,21 +100,21 @@ class TiledStepBudget(StepBudget):
         """Whether decode rows have their step before the next tile."""
         return self._num_owed > 0.0
 
-    def rows_held(self, num_tokens: int, num_rows: int, num_prompts: int) -> None:
-        """They wait for a step of so many tokens, and are owed as many as slices would have had."""
-        took_s = self._cost.predict(max(num_tokens, self._tiles.num_rows))
+    def rows_waited(self, took_s: float, num_rows: int, num_prompts: int) -> None:
+        """They waited so long for a step, and are owed as many as slices would have had in that time."""
         alone_s = self._cost.predict(num_rows)
         least_s = self._cost.predict(num_rows + MIN_PREFILL_TOKENS)
-        if took_s is None or alone_s is None or least_s is None:
+        if alone_s is None or least_s is None:
             return
-        sliced_s = max(self._targets(num_rows, num_prompts) * self.target_s, least_s) - alone_s
-        self._num_owed = took_s * self._cost.slowdown.times / max(sliced_s, MIN_SLICE_SHARE * self.target_s)
+        slice_s = max(self._targets(num_rows, num_prompts) * self.target_s, least_s) - alone_s
+        slice_s = max(slice_s, MIN_SLICE_SHARE * self.target_s) * self._cost.slowdown.times
+        self._num_owed = min(took_s, self.max_s) / slice_s
 
     def rows_stepped(self) -> None:
         """They have their step."""
         super().rows_stepped()
-        self._num_owed -= 1.0
+        self._num_owed = max(0.0, self._num_owed - 1.0)
 
     def rows_gone(self) -> None:
-        """No interactive sequence decodes: the next one is owed nothing."""
+        """No interactive sequence decodes any more: the next one is owed nothing."""
         self._num_owed = 0.0

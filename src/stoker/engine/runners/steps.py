@@ -211,7 +211,7 @@ class StepRunner:
         self._apply = apply
         self._timed: TimedModel = timer.join(backend, scheduler.cost)
         self._timed.is_cold = True
-        self._compaction, self._tiles = backend.extensions.compaction, backend.extensions.tiles
+        self._compaction = backend.extensions.compaction
         self._overlaps = backend.capabilities.is_async
         aborts = backend.extensions.aborts if backend.capabilities.can_trim and not self._overlaps else None
         self.long_steps = None if aborts is None else LongSteps(aborts, scheduler, jobs, timer)
@@ -367,9 +367,7 @@ class StepRunner:
         if not isinstance(order, range):
             plan = plan.in_order(order)
             batch = plan.batch()
-        num_tokens = batch.num_tokens + self._num_unread(plan)
-        if self._tiles is not None and not plan.is_rows:
-            num_tokens += self._tiles.num_missing(batch)  # it takes as long as one of them all
+        num_tokens = self._scheduler.num_rows(plan) + self._num_unread(plan)
         self._timer.begin(num_tokens, self.place)
         try:
             in_flight = self._backend.launch(batch)
