@@ -265,9 +265,20 @@ def test_clocks_are_the_systems_unless_told() -> None:
         (3.0, 0.3, [3], 2),
         (3.0, 1.9, [1], 2),
         (3.0, 1.9, [1, 4, 3], 2),
+        (3.0, 1.9, [1, *[3] * 9], 2),
         (3.0, 1.9, [None], 2),
     ],
-    ids=["taken", "short", "long", "too short to tell", "free", "over", "passed on", "not told"],
+    ids=[
+        "taken",
+        "short",
+        "long",
+        "too short to tell",
+        "free",
+        "over",
+        "passed on",
+        "passed on slowly",
+        "not told",
+    ],
 )
 def test_the_step_after_a_pause_begins_with_fewer_threads_where_cores_were_taken(
     pause_s: float, others: float, running: list[int | None], num_threads: int
@@ -292,3 +303,21 @@ def test_cores_that_were_taken_in_a_pause_are_taken_back_when_they_are_free() ->
     for _ in range(20):
         desk.step(0.06, 0.06)
     assert desk.keeper.governor.num_threads == 2
+
+
+@pytest.mark.parametrize(("running", "num_threads"), [(1, 2), (3, 1)], ids=["gone", "there"])
+def test_a_step_that_an_arrival_ended_is_begun_anew_with_the_cores_that_are_free_then(
+    running: int, num_threads: int
+) -> None:
+    """SPEC M7, Q27: who passes several requests on takes a core for longer than a look."""
+    desk = Desk()
+    desk.step(0.03, 0.06)
+    desk.running = [3]
+    desk.pause(3.0, others=1.9)
+    desk.keeper.begin()
+    assert desk.keeper.governor.num_threads == 1
+    desk.keeper.abandon()
+    desk.pause(0.05)
+    desk.running = [running]
+    desk.keeper.begin()
+    assert desk.keeper.governor.num_threads == num_threads

@@ -314,6 +314,23 @@ def test_jobs_get_no_steps_without_readers() -> None:
     assert all("a" in machine.step() for _ in range(30))
 
 
+def test_messages_that_come_at_once_are_read_two_by_two_where_a_step_of_all_costs_more() -> None:
+    """Q28: the first two answer in half the time, the others when all would have."""
+    machine = Machine()
+    for name in "abcd":
+        machine.enter_after(name, 323, 32)
+    assert machine.step() == {"a": 32, "b": 32}
+    assert machine.step() == {"c": 32, "d": 32}
+
+
+def test_prompts_without_a_beginning_that_come_at_once_are_read_together() -> None:
+    """Q9, Q28: there a step of all costs no more."""
+    machine = Machine()
+    for name in "abcd":
+        machine.enter(name, 48)
+    assert len(machine.step()) == 4
+
+
 def test_jobs_do_not_join_a_persons_tile() -> None:
     """Q8, Q28: it would attend to the cells of all; they have their tenth of the steps after it."""
     machine = Machine()

@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 GAIN = 2.0
 """Readers wait for a tile where slices cost that many times what it does. The last tokens of a prompt, where
 they are several slices and no more than a tile, are worth it anyway: readers lose as much by those slices."""
+LEAST_GAIN = 1.1
+"""Prompts without readers go one after the other where a token costs that many times less so."""
 MIN_SLICE_SHARE = 0.5
 """Of its target a slice counts as that much at least."""
 A_STEP = 2.0
@@ -71,6 +73,25 @@ class TiledStepBudget(StepBudget):
         num_left = sum(ending.values())
         is_slice = num_left <= self.prefill(num_rows, len(prompts)) or self.can_finish(num_left, num_rows)
         return {} if is_slice else ending
+
+    def slices(self, sequences: list[Sequence], num_tokens: int) -> list[int]:
+        """Tokens of each prompt: fair shares, or all of those that a tile of their own brings to their ends.
+
+        These where each token costs so much less there: a step of all attends to the cells of all.
+        """
+        shares = super().slices(sequences, num_tokens)
+        ending = {
+            each: count
+            for each, count in one_after_another(sequences, self._tiles.num_rows, self._cost).items()
+            if count == each.num_pending
+        }
+        if not ending or sum(shares) <= self._tiles.num_rows:
+            return shares
+        shared = self._tiles.together((s.num_computed, n) for s, n in zip(sequences, shares, strict=True))
+        first = self._tiles.together((s.num_computed, n) for s, n in ending.items())
+        if LEAST_GAIN * first / sum(ending.values()) > shared / sum(shares):
+            return shares
+        return [ending.get(each, 0) for each in sequences]
 
     def background(self, num_tokens: int, *, has_decoding: bool) -> int:
         """Tokens of background beside `num_tokens` of interactive work; none beside a tile of prompts.

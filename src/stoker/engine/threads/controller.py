@@ -182,8 +182,8 @@ LOOK_EVERY_S = 0.1
 """How often, at most, a step's beginning asks what time has changed."""
 WATCHED_S = 1.0
 """How long others have to be watched before a step, the first or one after a pause, for it to follow them."""
-NUM_LOOKS = 3
-LOOKS_APART_S = 0.002
+NUM_LOOKS = 10
+LOOKS_APART_S = 0.004
 """So often, and so far apart, it is looked at who runs: what only passes a request on has done so by then."""
 
 
@@ -243,6 +243,7 @@ class ThreadController:
         self._bound_at_s = 0.0
         self._look_s = -math.inf
         self._has_begun = False
+        self._is_untried = False  # fewer threads were chosen for a step that has not ended yet
 
     def __repr__(self) -> str:
         return f"<ThreadController {self.governor!r} {self._binder!r}>"
@@ -251,7 +252,7 @@ class ThreadController:
         """A native step is about to start; after a pause, cores that became free are taken at once."""
         now_s = self._clocks.wall()
         decision = None
-        if now_s >= self._look_s:
+        if now_s >= self._look_s or self._is_untried:
             self._look_s = now_s + LOOK_EVERY_S
             decision = self._look(now_s)
             now_s = self._clocks.wall()
@@ -268,6 +269,9 @@ class ThreadController:
         if others is not None and watched_s >= WATCHED_S and self.governor.is_short(others):
             still = self._num_still_running() if self._has_begun else others
             decision = self.governor.start(now_s, min(others, still))
+            self._is_untried = decision is not None
+        elif self._is_untried:  # that step was ended by an arrival, which takes a core while it is passed on
+            decision = self.governor.take_back(now_s, self._num_still_running())
         self._has_begun = True
         if decision is not None:
             self._changed(decision)
@@ -280,6 +284,8 @@ class ThreadController:
             if at:
                 self._clocks.sleep(LOOKS_APART_S)
             least = min(least, (self._clocks.num_running() or 1) - 1)
+            if not least:
+                break
         return least
 
     def abandon(self) -> None:
@@ -305,6 +311,7 @@ class ThreadController:
         Returns:
             What to change before the next step, or None.
         """
+        self._is_untried = False
         sample = StepSample(*clocked, predicted_s, num_threads)
         others = self._watch.read(sample.at_s)
         if self._look_into(sample, others):

@@ -233,6 +233,11 @@ class ThreadGovernor:
             return None
         return self._lower_to(self._fitting(others_cores), now_s, self._others_text(others_cores))
 
+    def take_back(self, now_s: float, others_cores: float) -> Decision | None:
+        """The step for which `start` lowered did not take place: raise where others have gone meanwhile."""
+        fitting = self._fitting(others_cores)
+        return self._raise_to(fitting, now_s) if fitting > self._num_threads else None
+
     def is_short(self, others_cores: float) -> bool:
         """Whether so many cores are missing, where others use these, that no step has to show it."""
         is_taken = self._num_threads + others_cores >= self.num_cores + TAKEN_CORES
