@@ -126,6 +126,26 @@ async def test_every_kind_of_request_and_call_is_told_of() -> None:
     assert kinds == ["chat", "completion", "choose", "state"]
 
 
+async def test_what_ended_in_the_queue_has_no_place_there() -> None:
+    """SPEC O3: neither a position nor a time until it runs, among the last requests of the status."""
+    async with told() as (runtime, ends):
+        running = [asyncio.create_task(spend(runtime.generate("x", max_tokens=900))) for _ in range(2)]
+        while len([slot for slot in (await runtime.status()).slots if slot.request_id]) < 2:
+            continue  # each status takes a turn of the engine
+        stream = runtime.stream(GenerateRequest(prompt="x", max_tokens=9), "waits")
+        async for event in stream:
+            if isinstance(event, Queued):
+                break
+        await stream.aclose()
+        await ends.next()
+        (cut,) = [each for each in (await runtime.status()).recent if each.request_id == "waits"]
+        for task in running:
+            task.cancel()
+        await asyncio.gather(*running, return_exceptions=True)
+    assert cut.finish_reason == "cancelled"
+    assert (cut.position, cut.eta_s) == (None, None)
+
+
 async def test_an_end_that_nobody_wanted_says_why() -> None:
     """SPEC O3: a cancelled one finishes; a refusal carries its code, also where no engine had it."""
     async with told(max_queue=1) as (runtime, ends):

@@ -232,7 +232,7 @@ class RequestHistory:
             if record.is_held and not record.is_asleep:  # else the engine tells, or all are held
                 self._held_moves(event, record, now)
             return
-        record.meter.ended_s = now
+        record.meter.end(now)
         reason = event.error.code if isinstance(event, Failed) else record.finish_reason or ""
         record.moves.all_move(ShownState.ENDED, record.meter.at(now), reason)
         if record.group is None:

@@ -202,6 +202,10 @@ class RequestMeter:
             if wait is not Wait.PARKED:  # which may be one choice of several
                 self.gaps.interrupted()
 
+    def end(self, now: float) -> None:
+        """It has ended, perhaps in the queue: it has no place there any more."""
+        self.ended_s, self.position, self._runs_at_s = now, None, None
+
     def eta_s(self, now: float) -> float | None:
         """Seconds until it runs, as it was last told less what has passed; None: not known."""
         return None if self._runs_at_s is None else max(0.0, self._runs_at_s - now)
