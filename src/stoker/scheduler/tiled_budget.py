@@ -2,9 +2,9 @@
 
 A slice of a prompt beside decode rows is computed row by row. Behind other text each of its tokens costs
 several times what it costs in a tile, and in a step with both the tile attends to the cells of all. So there
-prompts get whole tiles in steps of their own, those that end soonest first, and between two such steps decode
+prompts get whole tiles in steps of their own, short ones before long ones, and between two such steps decode
 rows have as many as slices would have left them. A reader sees a gap at times where each token was late, and
-all have their answers sooner.
+who asks has the answer sooner.
 """
 
 from __future__ import annotations
