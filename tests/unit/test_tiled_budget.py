@@ -284,6 +284,15 @@ def test_readers_of_a_slow_machine_are_owed_as_many_steps_as_of_a_quick_one() ->
     assert owed[1] == pytest.approx(owed[0])
 
 
+def test_readers_whose_rows_take_all_of_the_target_are_owed_no_more_than_some_steps() -> None:
+    """Q28: a slice counts as half of the target, however little of it is left."""
+    budget = TiledStepBudget(StepCost(), 512, target_s=0.05, tiles=TILES)
+    for num_tokens in (1, 4, 16, 64):
+        budget._cost.learn(num_tokens, 0.048 + num_tokens * 0.0001)
+    budget.rows_waited(0.2, 4, 1)
+    assert budget._num_owed == pytest.approx(0.2 / 0.025)
+
+
 def test_readers_who_come_later_are_owed_nothing() -> None:
     """Q28: a debt to those who have left holds up nobody."""
     machine = Machine()
@@ -369,6 +378,19 @@ def test_jobs_alone_share_a_step_where_rows_have_hardly_any_cells() -> None:
     machine.read_by("job 1", "job 2", num_before=2, priority=Priority.BACKGROUND)
     machine.enter_after("p", 0, 300, priority=Priority.BACKGROUND)
     assert set(machine.step()) == {"p", "job 1", "job 2"}
+
+
+def test_a_step_that_is_padded_counts_as_a_tile_in_what_waits_are_estimated_from(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Q14, Q24: else the machine seems slower than it is."""
+    machine, told = Machine(), []
+    monkeypatch.setattr(machine.scheduler.eta, "stepped", lambda num_rows, _: told.append(num_rows))
+    machine.enter_after("q", 380, 50)
+    assert machine.step() == {"q": 50}
+    machine.step()
+    machine.scheduler.note_steps()
+    assert told == [TILE, 1]
 
 
 def test_a_step_that_is_padded_is_learned_from_as_a_tile(monkeypatch: pytest.MonkeyPatch) -> None:
