@@ -332,6 +332,15 @@ def test_messages_that_come_at_once_are_read_two_by_two_where_a_step_of_all_cost
     assert machine.step() == {"c": 32, "d": 32}
 
 
+def test_messages_behind_one_beginning_are_read_together() -> None:
+    """Q28, C1: its cells are there once, so that a step of all costs no more a token."""
+    machine = Machine()
+    for at, name in enumerate("abcd"):
+        sequence = machine.enter_after(name, 639, 20)
+        sequence.tokens[:] = [5] * 639 + [10 + at] * 20
+    assert machine.step() == dict.fromkeys("abcd", 20)
+
+
 def test_prompts_without_a_beginning_that_come_at_once_are_read_together() -> None:
     """Q9, Q28: there a step of all costs no more."""
     machine = Machine()

@@ -12,10 +12,12 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING
 
+from stoker.cache.radix import common_prefix
 from stoker.ipc.model import Policy
 from stoker.scheduler.plan import MIN_PREFILL_TOKENS, StepBudget, fair_shares, one_after_another
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
     from collections.abc import Sequence as SequenceOf
 
     from stoker.backends.protocol.extensions import Tiles
@@ -87,11 +89,22 @@ class TiledStepBudget(StepBudget):
         }
         if not ending or sum(shares) <= self._tiles.num_rows:
             return shares
-        shared = self._tiles.together((s.num_computed, n) for s, n in zip(sequences, shares, strict=True))
-        first = self._tiles.together((s.num_computed, n) for s, n in ending.items())
-        if LEAST_GAIN * first / sum(ending.values()) > shared / sum(shares):
+        each_of_all = self._together(zip(sequences, shares, strict=True)) / sum(shares)
+        if LEAST_GAIN * self._together(ending.items()) / sum(ending.values()) > each_of_all:
             return shares
         return [ending.get(each, 0) for each in sequences]
+
+    def _together(self, counts: Iterable[tuple[Sequence, int]]) -> float:
+        """What so many tokens of each prompt cost in one step; cells of a beginning in common count once."""
+        first, spans = None, []
+        for prompt, count in counts:
+            start = prompt.num_computed
+            if first is None:
+                first = prompt
+            elif first.namespace == prompt.namespace:
+                start -= min(start, first.num_computed, common_prefix(first.tokens, prompt.tokens))
+            spans.append((start, count))
+        return self._tiles.together(spans)
 
     def background(self, num_tokens: int, *, has_decoding: bool) -> int:
         """Tokens of background beside `num_tokens` of interactive work; none beside a tile of prompts.
