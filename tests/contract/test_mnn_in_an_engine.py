@@ -2,23 +2,30 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable, Iterator
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import PIL.Image
 import pytest
 
 from mnn_folders import ATTENTION_MAIN, tiny_mnn_folder
+from stoker.backends.mnn.backend import MnnBackend
 from stoker.client.requests.stream import TextDelta
 from stoker.errors import UnsupportedError
 from stoker.ipc.events import Parked
 from stoker.settings import EngineSettings
 from stoker.sync import Runtime
 
+if TYPE_CHECKING:
+    from stoker.backends.protocol.backend import BatchPlan, Computed
+
 MNN_LLM = pytest.importorskip("MNN.llm", reason="MNN is not installed (the mnn extra)")
 
 NUM_PROMPTS, NUM_TOKENS = 20, 24
+STEP_S = 0.002
 
 
 @pytest.fixture(scope="module")
@@ -56,8 +63,16 @@ def test_the_text_of_twenty_prompts_is_mnns_own(runtime: Runtime, folder: Path) 
 
 
 @pytest.mark.long
-def test_one_slot_serves_all_in_turns(runtime: Runtime) -> None:
+def test_one_slot_serves_all_in_turns(runtime: Runtime, monkeypatch: pytest.MonkeyPatch) -> None:
     """X2: work that gives way is computed again from its tokens, and its text goes on as if it had not."""
+    launch = MnnBackend.launch
+
+    def unhurried(mnn: MnnBackend, plan: BatchPlan) -> Computed:
+        """As a model of some size: this one is through with the whole job before a person can ask."""
+        time.sleep(STEP_S)
+        return launch(mnn, plan)
+
+    monkeypatch.setattr(MnnBackend, "launch", unhurried)
     told: list[object] = []
     ask = partial(runtime.generate, "a long job", temperature=0.0, max_tokens=800)
     alone = said(ask())
