@@ -18,9 +18,9 @@ import os
 import socket
 import sys
 from collections.abc import Iterator
-from typing import Any
 
 from bench.gate import command, measured
+from stoker.settings import EngineSettings, ServerSettings
 
 STORE_BYTES = 80 * 2**20
 
@@ -39,17 +39,14 @@ def door(model: str, slots: int) -> Iterator[str]:
     os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
     import ray  # noqa: PLC0415 - reads its environment then
     from ray import serve  # noqa: PLC0415
-    from ray.serve.config import RequestRouterConfig  # noqa: PLC0415
     from ray.serve.schema import LoggingConfig  # noqa: PLC0415
 
-    from stoker.ray.door import Door  # noqa: PLC0415
-    from stoker.ray.replica import StokerReplica  # noqa: PLC0415
+    from stoker.ray.deploy import PROXY_ENVIRONMENT, build  # noqa: PLC0415
+    from stoker.ray.site import RaySettings, RaySite  # noqa: PLC0415
 
     port, quiet = free_port(), LoggingConfig(enable_access_log=False)
-    deployment: Any = serve.deployment  # its types leave classes out
-    config: Any = RequestRouterConfig
-    router = config(request_router_class="stoker.ray.serve_router:NamedReplicaRouter")
-    few: dict[str, Any] = {"max_ongoing_requests": 10_000, "ray_actor_options": {"num_cpus": 0.1}}
+    engine = EngineSettings(models=(model,), slots=slots)
+    site = RaySite(engine, ServerSettings(), RaySettings(cpus=0.1, door_cpus=0.1))
     ray.init(
         address="local",
         num_cpus=1,
@@ -57,13 +54,11 @@ def door(model: str, slots: int) -> Iterator[str]:
         object_store_memory=STORE_BYTES,
         log_to_driver=False,
         logging_level=logging.ERROR,
+        runtime_env={"env_vars": PROXY_ENVIRONMENT},
     )
     try:
         serve.start(http_options={"host": "127.0.0.1", "port": port}, logging_config=quiet)
-        replicas = deployment(StokerReplica).options(request_router_config=router, **few)
-        doors = deployment(serve.ingress()(Door)).options(**few)
-        engine = {"models": [model], "slots": slots}
-        serve.run(doors.bind(replicas.bind(engine), {}, {}), name="bench", logging_config=quiet)
+        serve.run(build(site.as_args()), name="bench", logging_config=quiet)
         yield f"http://127.0.0.1:{port}"
     finally:
         serve.shutdown()  # type: ignore[no-untyped-call]

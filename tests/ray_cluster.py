@@ -127,6 +127,7 @@ def main() -> None:
     from ray.serve.config import RequestRouterConfig  # noqa: PLC0415
     from ray.serve.schema import LoggingConfig  # noqa: PLC0415
 
+    from stoker.ray.deploy import PART_ENVIRONMENT, PROXY_ENVIRONMENT, ROUTER  # noqa: PLC0415
     from stoker.ray.door import Door  # noqa: PLC0415
     from stoker.ray.replica import StokerReplica  # noqa: PLC0415
 
@@ -138,15 +139,16 @@ def main() -> None:
         object_store_memory=STORE_BYTES,
         log_to_driver=False,
         logging_level=logging.ERROR,
+        runtime_env={"env_vars": PROXY_ENVIRONMENT},
     )
     quiet = LoggingConfig(enable_access_log=False)
     serve.start(http_options={"host": "127.0.0.1", "port": given["port"]}, logging_config=quiet)
     few: dict[str, Any] = {
         "max_ongoing_requests": 10_000,
         "graceful_shutdown_wait_loop_s": 0.1,
-        "ray_actor_options": {"num_cpus": 0.01},
+        "ray_actor_options": {"num_cpus": 0.01, "runtime_env": {"env_vars": PART_ENVIRONMENT}},
     }
-    router = RequestRouterConfig(request_router_class="stoker.ray.serve_router:NamedReplicaRouter")
+    router = RequestRouterConfig(request_router_class=ROUTER)
     replicas = serve.deployment(StokerReplica).options(
         name=REPLICA, num_replicas=given["replicas"], request_router_config=router, **few
     )

@@ -6,6 +6,7 @@ Slow: Ray starts a process for each replica.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
 import socket
@@ -16,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import httpx
+import psutil
 import pytest
 from tests.ray_head import ENVIRONMENT, ray_head
 
@@ -151,6 +153,27 @@ async def test_replicas_come_for_people_who_wait_and_go_again(cluster: Cluster, 
         again = [told(http, number, 800) for number in range(6)]
         assert [text for text, _ in await asyncio.gather(*again)] == [text for text, _ in long]
         assert [text for text, _ in found[:6]] == [text[:300] for text, _ in long]
+
+
+async def test_what_ray_starts_has_the_quick_way_between_its_processes(
+    cluster: Cluster, tmp_path: Path
+) -> None:
+    """P42: on a cluster that was started without it too."""
+    async with deployed(cluster, tmp_path):
+        found = {kind: environments_of(f"ray::{kind}") for kind in ("ProxyActor", "ServeReplica:tested")}
+    assert {one.get("RAY_SERVE_PROXY_USE_GRPC") for one in found["ProxyActor"]} == {"1"}
+    own_loop = [one.get("RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD") for one in found["ServeReplica:tested"]]
+    assert own_loop == ["0", "0"]
+
+
+def environments_of(title: str) -> list[dict[str, str]]:
+    """Of the processes that Ray gave a title that begins so."""
+    found = []
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error):
+            if " ".join(process.cmdline()).startswith(title):
+                found.append(process.environ())
+    return found
 
 
 async def test_a_rolling_update_under_streams_loses_none(cluster: Cluster, tmp_path: Path) -> None:

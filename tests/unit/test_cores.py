@@ -14,6 +14,7 @@ import pytest
 
 from stoker.machine import cores
 from stoker.machine.cores import (
+    Beside,
     BusyProcess,
     CoreTimes,
     CoreWatch,
@@ -167,3 +168,33 @@ def test_it_is_told_how_many_tasks_run(tmp_path: Path, monkeypatch: pytest.Monke
         monkeypatch.setattr(cores, "_STAT", file)
         found.append(num_running())
     assert found == [7, None, None]
+
+
+def test_it_takes_some_time_of_steps_to_tell() -> None:
+    """SPEC M7: a single look may meet who only passes an answer on."""
+    beside = Beside()
+    beside.add(0.2, 0)
+    assert beside.num_cores is None
+    beside.add(0.1, 0)
+    assert beside.num_cores == 0.0
+
+
+def test_a_look_counts_as_long_as_its_step_and_the_latest_count() -> None:
+    """SPEC M7: who takes an answer runs at the end of a short step, and is not beside the long one."""
+    beside = Beside()
+    beside.add(0.9, 0)
+    beside.add(0.1, 1)
+    assert beside.num_cores == pytest.approx(0.1)
+    for _ in range(5):
+        beside.add(0.1, 1)
+    assert beside.num_cores == pytest.approx(1.0)
+
+
+def test_what_was_seen_is_dropped() -> None:
+    """SPEC M7."""
+    beside = Beside()
+    beside.add(1.0, 1)
+    beside.clear()
+    assert beside.num_cores is None
+    beside.add(0.5, 0)
+    assert beside.num_cores == 0.0

@@ -101,6 +101,8 @@ def test_ray_serve_is_told_the_site_and_what_is_equal_keeps_its_version(file: Pa
     assert (numbers["replica"], numbers["door"]) == (first["replica"], first["door"])
     assert (first["most"], numbers["most"], numbers["num"]) == (3, None, 1)
     assert first["rule"] == {"load": 0.8, "wait_s": 5.0, "for_background": False}
+    environment = first["actor"].pop("runtime_env")["env_vars"]
+    assert environment["RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD"] == "0"
     assert first["actor"] == {"num_cpus": 1.0, "num_gpus": 0.5, "resources": {"rack": 1.0}}
     assert first["engine"] == {}
 

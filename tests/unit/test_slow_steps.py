@@ -183,10 +183,15 @@ def desk() -> Desk:
     return desk
 
 
-@pytest.mark.parametrize(("watched_s", "num_threads"), [(2.0, 1), (0.5, 2)])
-def test_the_first_step_follows_who_was_watched_long_enough(watched_s: float, num_threads: int) -> None:
+@pytest.mark.parametrize(
+    ("watched_s", "running", "num_threads"), [(2.0, 3, 1), (0.5, 3, 2), (2.0, 1, 2)], ids=str
+)
+def test_the_first_step_follows_who_was_watched_long_enough_and_is_there(
+    watched_s: float, running: int, num_threads: int
+) -> None:
     """SPEC M7: from the engine's start on; what begins with the engine is no company that stays."""
     desk = Desk()
+    desk.running = [running]
     desk.watch.read(desk.now_s)
     desk.pause(watched_s, others=1.5)
     desk.keeper.begin()
@@ -303,6 +308,32 @@ def test_cores_that_were_taken_in_a_pause_are_taken_back_when_they_are_free() ->
     for _ in range(20):
         desk.step(0.06, 0.06)
     assert desk.keeper.governor.num_threads == 2
+
+
+@pytest.mark.parametrize(
+    ("running", "num_threads"),
+    [(1, 2), (2, 1), (None, 1)],
+    ids=["between steps", "beside them", "not told"],
+)
+def test_others_that_run_between_steps_alone_take_no_threads(running: int | None, num_threads: int) -> None:
+    """SPEC M7: as a client does that works on each answer before it asks again."""
+    desk = Desk()
+    desk.step(0.5, 1.0)
+    assert desk.step(0.5, 0.55, others=0.9) is not None
+    desk.running = [running]
+    for _ in range(12):
+        desk.step(0.06, 0.06 * desk.keeper.governor.num_threads)
+        desk.pause(0.06, others=1.9)
+    assert desk.keeper.governor.num_threads == num_threads
+
+
+def test_who_runs_beside_steps_is_asked_while_threads_are_given_up(desk: Desk) -> None:
+    """SPEC M7: a look is not free; and what was seen before says nothing the next time."""
+    looks: list[int] = []
+    desk.look = lambda: looks.append(1) or 2
+    for _ in range(20):
+        desk.step(0.06, 0.12)
+    assert not looks
 
 
 @pytest.mark.parametrize(("running", "num_threads"), [(1, 2), (3, 1)], ids=["gone", "there"])

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 import os
 import time
+from collections import deque
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -21,6 +22,8 @@ READ_EVERY_S = 0.25
 """Processor times come in hundredths of a second: over less than this their error is in the tenths."""
 SPARE_CORES = 0.35
 """What others may take of a core that a thread still uses: our own client process, small services."""
+BESIDE_S = 0.25
+"""Step time that tells who runs beside steps, and the latest of it that counts."""
 
 _STAT = Path("/proc/stat")
 _ENGINE_MODULE = "stoker.engine"  # what its process is started with
@@ -148,6 +151,43 @@ class CoreWatch:
             return None
         others = ((after.busy_s - before.busy_s) - (after.own_s - before.own_s)) / took_s
         return None if others < _IMPOSSIBLE_CORES else max(0.0, others)
+
+
+class Beside:
+    """How many cores others used while steps ran; who computes between steps alone takes nothing from them.
+
+    The machine's times tell of a quarter of a second and more, and a step is often shorter: a client that
+    works on each answer before it asks again is as busy there as one that is in the way. So it is looked at
+    who runs as a step ends, and a look counts as long as its step. A step's own helping threads may still
+    spin then, and count as others: it may say too many.
+    """
+
+    def __init__(self) -> None:
+        self._looks: deque[tuple[float, int]] = deque()
+        self._wall_s = self._running_s = 0.0
+
+    def __repr__(self) -> str:
+        return f"<Beside {self.num_cores} cores in {self._wall_s:.2f} s>"
+
+    @property
+    def num_cores(self) -> float | None:
+        """Cores that others used beside steps; None: not seen for long enough."""
+        return self._running_s / self._wall_s if self._wall_s >= BESIDE_S else None
+
+    def add(self, wall_s: float, num_others: int) -> None:
+        """A step of `wall_s` has ended, with so many tasks of others that run."""
+        self._looks.append((wall_s, num_others))
+        self._wall_s += wall_s
+        self._running_s += wall_s * num_others
+        while self._wall_s - self._looks[0][0] >= BESIDE_S:
+            wall_s, num_others = self._looks.popleft()
+            self._wall_s -= wall_s
+            self._running_s -= wall_s * num_others
+
+    def clear(self) -> None:
+        """What was seen says nothing any more."""
+        self._looks.clear()
+        self._wall_s = self._running_s = 0.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,7 @@ import os
 import socket
 import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -41,6 +41,14 @@ MAX_ONGOING = 100_000
 """Requests that Serve gives a replica or a door at once: the order and the bound of the line are Stoker's."""
 LOGGING: dict[str, Any] = {"enable_access_log": False}
 """Serve would write a line for each call between a door and a replica; requests are in Stoker's own log."""
+PROXY_ENVIRONMENT = {"RAY_SERVE_PROXY_USE_GRPC": "1"}
+"""Of Ray's proxies: they call a door over gRPC too, see `stoker.ray.calls`."""
+PART_ENVIRONMENT = {
+    "RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD": "0",
+    "RAY_SERVE_RUN_ROUTER_IN_SEPARATE_LOOP": "0",
+}
+"""Of doors and replicas: what is ours runs on Ray's own event loop there, as nothing of it blocks. Else each
+message changes threads twice in each process, on cores that compute."""
 TELL_S = 2.0
 """How often a replica tells the controller what it has to do; Serve's own is 10 s."""
 LOOK_BACK_S = 10.0
@@ -110,7 +118,12 @@ def _deployment(kind: type[Any], digest: str, **options: Any) -> Any:
 
 
 def _actor(cpus: float, gpus: float = 0, resources: Mapping[str, float] | None = None) -> dict[str, Any]:
-    return {"num_cpus": cpus, "num_gpus": gpus, "resources": dict(resources or {})}
+    return {
+        "num_cpus": cpus,
+        "num_gpus": gpus,
+        "resources": dict(resources or {}),
+        "runtime_env": {"env_vars": PART_ENVIRONMENT},
+    }
 
 
 def _number(site: RaySite) -> dict[str, Any]:
@@ -174,7 +187,12 @@ def cluster(address: str | None, tell: Tell | None) -> Iterator[bool]:
     """
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     logging.getLogger("ray.serve").setLevel(logging.ERROR)  # its lines are ours in other words
-    how: dict[str, Any] = {"namespace": "serve", "log_to_driver": False, "logging_level": logging.ERROR}
+    how: dict[str, Any] = {
+        "namespace": "serve",
+        "log_to_driver": False,
+        "logging_level": logging.ERROR,
+        "runtime_env": {"env_vars": PROXY_ENVIRONMENT | _given(PROXY_ENVIRONMENT)},
+    }
     is_own = False
     named = address or os.environ.get("RAY_ADDRESS")
     _check_reachable(named)
@@ -199,6 +217,11 @@ def cluster(address: str | None, tell: Tell | None) -> Iterator[bool]:
         if is_own:
             serve.shutdown()  # type: ignore[no-untyped-call] # Ray's
         ray.shutdown()
+
+
+def _given(names: Iterable[str]) -> dict[str, str]:
+    """Those variables of the environment that are set here."""
+    return {name: os.environ[name] for name in names if name in os.environ}
 
 
 def _check_reachable(address: str | None) -> None:

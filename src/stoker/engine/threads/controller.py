@@ -22,7 +22,7 @@ import psutil
 
 from stoker.engine.threads.governor import Decision, StepSample, ThreadGovernor
 from stoker.engine.threads.slow_steps import HALF_A_CORE, SlowReason, SlowSteps
-from stoker.machine.cores import SPARE_CORES, CoreWatch, num_running
+from stoker.machine.cores import SPARE_CORES, Beside, CoreWatch, num_running
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -242,7 +242,7 @@ class ThreadController:
         self._shared_s = 0.0
         self._bound_at_s = 0.0
         self._look_s = -math.inf
-        self._has_begun = False
+        self._beside = Beside()
         self._is_untried = False  # fewer threads were chosen for a step that has not ended yet
 
     def __repr__(self) -> str:
@@ -267,12 +267,10 @@ class ThreadController:
         others = self._watch.read(now_s)
         decision = self.governor.wake(now_s, others)
         if others is not None and watched_s >= WATCHED_S and self.governor.is_short(others):
-            still = self._num_still_running() if self._has_begun else others
-            decision = self.governor.start(now_s, min(others, still))
+            decision = self.governor.start(now_s, min(others, self._num_still_running()))
             self._is_untried = decision is not None
         elif self._is_untried:  # that step was ended by an arrival, which takes a core while it is passed on
             decision = self.governor.take_back(now_s, self._num_still_running())
-        self._has_begun = True
         if decision is not None:
             self._changed(decision)
         return decision
@@ -316,10 +314,22 @@ class ThreadController:
         others = self._watch.read(sample.at_s)
         if self._look_into(sample, others):
             return None
-        decision = self.governor.observe(sample, others)
+        decision = self.governor.observe(sample, self._others_beside(sample, others))
         if decision is not None:
             self._changed(decision)
         return decision
+
+    def _others_beside(self, sample: StepSample, others: float | None) -> float | None:
+        """What others use; while threads wait for cores, no more than what they use beside steps."""
+        if others is None or not self.governor.waits_for_cores(others):
+            self._beside.clear()
+            return others
+        num_running = self._clocks.num_running()
+        if num_running is None:
+            return others
+        self._beside.add(sample.wall_s, num_running - 1)
+        found = self._beside.num_cores
+        return others if found is None else min(others, found)
 
     def close(self) -> None:
         """Give threads back their cores; idempotent."""

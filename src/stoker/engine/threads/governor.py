@@ -243,6 +243,11 @@ class ThreadGovernor:
         is_taken = self._num_threads + others_cores >= self.num_cores + TAKEN_CORES
         return is_taken and self._fitting(others_cores) < self._num_threads
 
+    def waits_for_cores(self, others_cores: float) -> bool:
+        """Whether threads were given up, and more of them would not fit beside such others."""
+        is_less = self._num_threads < min(self.max_threads, self.num_cores)
+        return is_less and self._fitting(others_cores) <= self._num_threads
+
     # ------------------------------------------------------------ fewer
 
     def _lower(self, sample: StepSample, others_cores: float | None) -> Decision | None:
