@@ -14,6 +14,7 @@ from stoker import Runtime, Sampling
 from stoker.backends.llama.backend import LlamaBackend, load
 from stoker.backends.llama.binding import accelerators
 from stoker.backends.llama.cells import OrderedPool
+from stoker.backends.llama.row_tiles import MOST, TILED, RowTiles
 from stoker.backends.llama.smoke import smoke
 from stoker.backends.protocol.backend import BatchPlan, Conditioning, PlanItem
 from stoker.errors import InvalidRequestError
@@ -57,12 +58,12 @@ def trials(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     return measured
 
 
-def remember(folder: Path, prefill: float, decode: float) -> None:
+def remember(folder: Path, prefill: float, decode: float, half_tile: float = 0.7) -> None:
     """Have it measured as that."""
     file = folder / smoke.TRIALS_FILE
     known = json.loads(file.read_text())
     (key,) = (key for key in known if key.startswith("keys:"))
-    file.write_text(json.dumps(known | {key: {"prefill": prefill, "decode": decode}}))
+    file.write_text(json.dumps(known | {key: {"prefill": prefill, "decode": decode, "half_tile": half_tile}}))
 
 
 @pytest.mark.parametrize(
@@ -128,6 +129,22 @@ def test_auto_measures_a_model_once_and_takes_repeatable_texts_under_five_percen
     with opened(tiny_decoder, tmp_path, "auto") as backend:
         assert backend.capabilities.repeatable_cost == 0.051
     assert trials == [(), smoke.KEY_COST]
+
+
+@pytest.mark.parametrize(("half_tile", "by_row"), [(0.2, TILED), (9.0, MOST)])
+def test_where_prompts_are_padded_is_as_the_same_trial_has_measured(
+    tiny_decoder: Path, tmp_path: Path, half_tile: float, by_row: float
+) -> None:
+    """Q24: how much dearer attention is row by row is the processor's, and 2.5 to 11 of them were met."""
+    chosen(tiny_decoder, tmp_path, "auto")
+    file = tmp_path / smoke.TRIALS_FILE
+    (cost,) = (value for key, value in json.loads(file.read_text()).items() if key.startswith("keys:"))
+    assert cost["half_tile"] > 0.0
+    remember(tmp_path, 0.5, 0.5, half_tile)
+    with opened(tiny_decoder, tmp_path, "auto") as backend:
+        tiles = backend.extensions.tiles
+        assert isinstance(tiles, RowTiles)
+        assert tiles.by_row == pytest.approx(by_row)
 
 
 @pytest.mark.long

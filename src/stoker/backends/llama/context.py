@@ -166,7 +166,7 @@ class LlamaContext:
         if not (is_on_cpu and reads_tiles and self.n_ubatch >= TILE and model.keeps_every_cell):
             return None
         embedded = model.vocabulary.n_vocab * model.n_embd
-        return RowTiles.of(model.num_params, embedded, model.n_embd, model.num_layers)
+        return RowTiles.of(model.num_params, embedded, model.n_embd, model.num_layers, model.half_tile)
 
     def __repr__(self) -> str:
         return f"<LlamaContext of {self._model!r}, {self.num_cells} cells, {self.lengths!r}>"

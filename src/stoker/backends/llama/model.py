@@ -47,6 +47,7 @@ class ModelOptions:
         header: of the file, where it was read already.
         token_s: what a token takes so, as a trial has measured it; 0: it was not measured.
         repeatable_cost: how much longer a step over bf16 keys takes, as a fraction; None: not measured.
+        half_tile: see `RowTiles.of`.
         on_progress: told the fraction loaded, 0 to 1, on the loading thread; what it raises ends the load.
     """
 
@@ -57,6 +58,7 @@ class ModelOptions:
     header: GgufHeader | None = None
     token_s: float = 0.0
     repeatable_cost: float | None = None
+    half_tile: float = 0.0
     on_progress: Callable[[float], None] | None = None
 
 
@@ -95,6 +97,7 @@ class LlamaModel:
         self.placement = options.placement
         self.token_s = options.token_s
         self.repeatable_cost = options.repeatable_cost
+        self.half_tile = options.half_tile
         if not self.path.is_file():
             raise ModelFileError(f"there is no model file {self.path}", path=str(self.path))
         self.handle: int | None = self._load(options)

@@ -18,10 +18,17 @@ if TYPE_CHECKING:
 
 TILE = 64
 """Rows from which on it does (`GGML_FA_TILE_Q`)."""
-ALONE, TILED = 10.0, 1.7
-"""An operation of attention takes so many times as long as one of a product with weights: row by row, and in
-tiles. Measured 11 and 1.5 with SmolLM2-135M on a Xeon with AVX-512."""
-LEAST_GAIN = 1.1
+TILED = 1.7
+"""An operation of attention takes so many times as long in a tile as one of a product with weights. Measured
+1.5 on a Xeon with AVX-512 and 1.6 on an EPYC without, with SmolLM2-135M."""
+CAUTIOUS, MOST = 3.0, 12.0
+"""The same row by row: where it was not measured, and at most. Measured 11 on that Xeon, 4.9 on that EPYC."""
+HALF, BEHIND = TILE // 2, 448
+"""What is measured for it: so many rows beside a whole tile, behind so many tokens."""
+SURE = 0.05
+"""The part of attention in a row there from which what was measured tells of it, and not of the clock."""
+LEAST_GAIN = 1.2
+"""What is measured is one thread's: heads are dealt to several unevenly, and a tile gains less by them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,17 +37,30 @@ class RowTiles:
 
     Attributes:
         cell: operations that one row takes to attend to one cell, by those of its products.
+        by_row: how many times as long one of them takes, where it is done row by row.
     """
 
     cell: float
+    by_row: float = CAUTIOUS
 
     @classmethod
-    def of(cls, num_params: int, num_embedded: int, width: int, num_layers: int) -> RowTiles:
+    def of(
+        cls, num_params: int, num_embedded: int, width: int, num_layers: int, half_tile: float = 0.0
+    ) -> RowTiles:
         """Of a model with so many parameters, those of its embeddings among them, which rows only look up.
 
         Of a mixture all experts count, and an output matrix of its own, so less is padded than would pay.
+
+        `half_tile` is what `HALF` rows behind `BEHIND` tokens take on this processor, by what a tile takes
+        there; 0: not measured.
         """
-        return cls(2 * width * num_layers / max(num_params - num_embedded, 1))
+        cell = 2 * width * num_layers / max(num_params - num_embedded, 1)
+        if not half_tile:
+            return cls(cell)
+        of_tile = TILE / HALF * (1.0 + TILED * cell * (BEHIND + TILE))
+        measured = (half_tile * of_tile - 1.0) / (cell * (BEHIND + HALF / 2))
+        weight = min(1.0, cell * BEHIND / SURE)
+        return cls(cell, CAUTIOUS + weight * (min(MOST, max(TILED, measured)) - CAUTIOUS))
 
     @property
     def num_rows(self) -> int:
@@ -49,7 +69,7 @@ class RowTiles:
 
     def alone(self, spans: Iterable[Span]) -> float:
         """What the rows of some tokens cost in steps of less than a tile."""
-        return sum(count * (1.0 + ALONE * self.cell * (start + count / 2)) for start, count in spans)
+        return sum(count * (1.0 + self.by_row * self.cell * (start + count / 2)) for start, count in spans)
 
     def together(self, spans: Iterable[Span]) -> float:
         """What they cost in one step of a tile or more, padded if they are fewer."""

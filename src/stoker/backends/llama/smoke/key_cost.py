@@ -15,6 +15,7 @@ import msgspec
 from stoker.backends.llama.binding import llama
 from stoker.backends.llama.context import LlamaContext
 from stoker.backends.llama.context_options import ContextOptions, KeyType
+from stoker.backends.llama.row_tiles import BEHIND, HALF, TILE
 from stoker.backends.llama.smoke.first_decode import first_tokens
 from stoker.backends.protocol.backend import BatchPlan, PlanItem
 
@@ -23,16 +24,16 @@ if TYPE_CHECKING:
 
 MOST_COST = 0.05
 """What repeatable texts may cost where nobody asked for them, as a fraction of a step's time."""
-SLICE_TOKENS = 64
+SLICE_TOKENS = TILE
 """Of a prompt: the fewest that llama.cpp computes attention over f16 keys in tiles for."""
 SEED_TOKENS = 32
-NUM_SEEDS = 14
+NUM_SEEDS = BEHIND // SEED_TOKENS
 """These lie before the slice: half of a prompt of a thousand tokens."""
 NUM_DECODED = 6
 MAX_ROUNDS = 3
 BUDGET_S = 1.0
 """No further round begins after it."""
-NUM_SEEDS_COMPUTED = 6
+NUM_SEEDS_COMPUTED = 7
 """What a round computes for both types, in times of the seed."""
 MOST_S = 20.0
 """A model for which it would take longer is not measured."""
@@ -44,10 +45,13 @@ class KeyCost(msgspec.Struct, frozen=True):
     Attributes:
         prefill: of a slice of a prompt.
         decode: of one token of an answer.
+        half_tile: what half as many tokens as a slice has take over f16 keys, by what the slice takes; see
+            `row_tiles`.
     """
 
     prefill: float
     decode: float
+    half_tile: float
 
     @property
     def most(self) -> float:
@@ -81,10 +85,15 @@ def key_cost(model: LlamaModel) -> KeyCost | None:
         begun_s = time.thread_time()
         for _ in range(MAX_ROUNDS):
             plain.measure()
+            plain.measure_half()
             repeatable.measure()
             if time.thread_time() - begun_s > BUDGET_S:
                 break
-    return KeyCost(repeatable.slice_s / plain.slice_s - 1.0, repeatable.token_s / plain.token_s - 1.0)
+    return KeyCost(
+        repeatable.slice_s / plain.slice_s - 1.0,
+        repeatable.token_s / plain.token_s - 1.0,
+        plain.half_s / plain.slice_s,
+    )
 
 
 def _opened(model: LlamaModel, kind: KeyType) -> LlamaContext:
@@ -101,13 +110,13 @@ def _opened(model: LlamaModel, kind: KeyType) -> LlamaContext:
 
 
 class _Timed:
-    """The least that a slice and a token took over one type of keys, with 448 tokens before them.
+    """The least that a slice, half of it and a token took over one type of keys, with 448 tokens before them.
 
     Of those `SEED_TOKENS` are computed, the others are copies: attention over them costs the same.
     """
 
     def __init__(self, context: LlamaContext, n_vocab: int) -> None:
-        self.slice_s = self.token_s = float("inf")
+        self.slice_s = self.half_s = self.token_s = float("inf")
         self._context = context
         self._tokens = first_tokens(n_vocab, SLICE_TOKENS)[:-1]
         self.seed_s = self._compute(self._tokens[:SEED_TOKENS])
@@ -122,6 +131,11 @@ class _Timed:
         self._context.trim(0, SEED_TOKENS)
         for _ in range(NUM_DECODED):
             self.token_s = min(self.token_s, self._compute(self._tokens[:1]))
+        self._context.trim(0, SEED_TOKENS)
+
+    def measure_half(self) -> None:
+        """Compute half a slice there."""
+        self.half_s = min(self.half_s, self._compute(self._tokens[:HALF]))
         self._context.trim(0, SEED_TOKENS)
 
     def _compute(self, tokens: list[int]) -> float:

@@ -314,6 +314,7 @@ def tried_options(
     verdict = verdict_of(header, folder, on_wait, spec.placement)
     _refuse_broken(header, verdict)
     is_parted = verdict.setting.offloads and is_shared_with_host(header, spec.placement)
+    cost = _key_cost(spec, header, verdict.setting, folder, on_wait)
     return ModelOptions(
         path=header.path,
         use_extra_bufts=verdict.setting.uses_extra_bufts,
@@ -323,7 +324,8 @@ def tried_options(
         token_s=_token_seconds(header, spec.placement, verdict.setting, folder, on_wait)
         if is_parted
         else 0.0,
-        repeatable_cost=_repeatable_cost(spec, header, verdict.setting, folder, on_wait),
+        repeatable_cost=cost.most if cost else None,
+        half_tile=cost.half_tile if cost else 0.0,
     )
 
 
@@ -377,9 +379,9 @@ def _token_seconds(
     return found.token_s if found.is_ok else 0.0
 
 
-def _repeatable_cost(
+def _key_cost(
     spec: ModelSpec, header: GgufHeader, setting: SmokeSetting, folder: Path, on_wait: Callable[[], None]
-) -> float | None:
+) -> KeyCost | None:
     """What repeatable texts cost, measured in a child or remembered; None: not known, or not asked."""
     has_choice = not spec.kv_type and spec.flash_attention is not FlashAttention.OFF
     is_asked = spec.repeatable is Repeatable.AUTO and has_choice and not spec.placement.streams_experts
@@ -400,7 +402,7 @@ def _repeatable_cost(
     choice = "on" if cost and cost.most < MOST_COST else "off"
     said = f"takes {cost}" if cost else "could not be measured"
     _logger.info("%s: repeatable is %s, it %s", header.path.name, choice, said)
-    return cost.most if cost else None
+    return cost
 
 
 def _cost_key(header: GgufHeader, placement: PlacementSpec) -> str:
