@@ -41,7 +41,7 @@ def door(model: str, slots: int) -> Iterator[str]:
     from ray import serve  # noqa: PLC0415
     from ray.serve.schema import LoggingConfig  # noqa: PLC0415
 
-    from stoker.ray.deploy import PROXY_ENVIRONMENT, build  # noqa: PLC0415
+    from stoker.ray.deploy import CONTROLLER, build  # noqa: PLC0415
     from stoker.ray.site import RaySettings, RaySite  # noqa: PLC0415
 
     port, quiet = free_port(), LoggingConfig(enable_access_log=False)
@@ -54,10 +54,10 @@ def door(model: str, slots: int) -> Iterator[str]:
         object_store_memory=STORE_BYTES,
         log_to_driver=False,
         logging_level=logging.ERROR,
-        runtime_env={"env_vars": PROXY_ENVIRONMENT},
     )
     try:
-        serve.start(http_options={"host": "127.0.0.1", "port": port}, logging_config=quiet)
+        http = {"host": "127.0.0.1", "port": port}
+        serve.start(http_options=http, logging_config=quiet, controller_options=CONTROLLER)
         serve.run(build(site.as_args()), name="bench", logging_config=quiet)
         yield f"http://127.0.0.1:{port}"
     finally:

@@ -127,7 +127,7 @@ def main() -> None:
     from ray.serve.config import RequestRouterConfig  # noqa: PLC0415
     from ray.serve.schema import LoggingConfig  # noqa: PLC0415
 
-    from stoker.ray.deploy import PART_ENVIRONMENT, PROXY_ENVIRONMENT, ROUTER  # noqa: PLC0415
+    from stoker.ray.deploy import ACTOR_ENVIRONMENT, CONTROLLER, ROUTER  # noqa: PLC0415
     from stoker.ray.door import Door  # noqa: PLC0415
     from stoker.ray.replica import StokerReplica  # noqa: PLC0415
 
@@ -139,14 +139,14 @@ def main() -> None:
         object_store_memory=STORE_BYTES,
         log_to_driver=False,
         logging_level=logging.ERROR,
-        runtime_env={"env_vars": PROXY_ENVIRONMENT},
     )
     quiet = LoggingConfig(enable_access_log=False)
-    serve.start(http_options={"host": "127.0.0.1", "port": given["port"]}, logging_config=quiet)
+    http = {"host": "127.0.0.1", "port": given["port"]}
+    serve.start(http_options=http, logging_config=quiet, controller_options=CONTROLLER)
     few: dict[str, Any] = {
         "max_ongoing_requests": 10_000,
         "graceful_shutdown_wait_loop_s": 0.1,
-        "ray_actor_options": {"num_cpus": 0.01, "runtime_env": {"env_vars": PART_ENVIRONMENT}},
+        "ray_actor_options": {"num_cpus": 0.01, "runtime_env": {"env_vars": ACTOR_ENVIRONMENT}},
     }
     router = RequestRouterConfig(request_router_class=ROUTER)
     replicas = serve.deployment(StokerReplica).options(

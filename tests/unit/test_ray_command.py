@@ -101,8 +101,8 @@ def test_ray_serve_is_told_the_site_and_what_is_equal_keeps_its_version(file: Pa
     assert (numbers["replica"], numbers["door"]) == (first["replica"], first["door"])
     assert (first["most"], numbers["most"], numbers["num"]) == (3, None, 1)
     assert first["rule"] == {"load": 0.8, "wait_s": 5.0, "for_background": False}
-    environment = first["actor"].pop("runtime_env")["env_vars"]
-    assert environment["RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD"] == "0"
+    names = ("RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD", "RAY_SERVE_RUN_ROUTER_IN_SEPARATE_LOOP")
+    assert first["actor"].pop("runtime_env") == {"env_vars": dict.fromkeys(names, "0")}
     assert first["actor"] == {"num_cpus": 1.0, "num_gpus": 0.5, "resources": {"rack": 1.0}}
     assert first["engine"] == {}
 
@@ -110,6 +110,7 @@ def test_ray_serve_is_told_the_site_and_what_is_equal_keeps_its_version(file: Pa
     (application,) = config["applications"]
     assert application["import_path"] == "stoker.ray.deploy:build"
     assert site_of(application["args"]) == site
+    assert config["controller_options"]["runtime_env"]["env_vars"] == {"RAY_SERVE_PROXY_USE_GRPC": "1"}
     assert config["http_options"] == {"host": "127.0.0.1", "port": 8686}
 
     refused = "stoker: no cluster of Ray answers at 127.0.0.1:1: Connection refused\n"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import time
 from pathlib import Path
@@ -123,6 +124,7 @@ class Desk:
     def __init__(self) -> None:
         self.now_s = self.cpu_s = self.busy_s = 0.0
         self.running = [1]  # tasks at each look, from the last on
+        self.num_looks = 0
         self.binder = BinderStandIn()
         clocks = Clocks(
             wall=lambda: self.now_s, cpu=lambda: self.cpu_s, sleep=self.pause, num_running=self.look
@@ -133,6 +135,7 @@ class Desk:
 
     def look(self) -> int | None:
         """Tasks that run now."""
+        self.num_looks += 1
         return self.running.pop() if len(self.running) > 1 else self.running[0]
 
     def step(
@@ -328,12 +331,49 @@ def test_others_that_run_between_steps_alone_take_no_threads(running: int | None
 
 
 def test_who_runs_beside_steps_is_asked_while_threads_are_given_up(desk: Desk) -> None:
-    """SPEC M7: a look is not free; and what was seen before says nothing the next time."""
-    looks: list[int] = []
-    desk.look = lambda: looks.append(1) or 2
+    """SPEC M7: a look is not free."""
     for _ in range(20):
         desk.step(0.06, 0.12)
-    assert not looks
+    assert desk.num_looks == 0
+    desk.step(0.5, 0.55, others=0.9)
+    desk.running = [2]
+    for _ in range(9):
+        desk.step(0.06, 0.06, others=0.9)
+    assert desk.num_looks == 8
+
+
+def test_where_cores_that_seemed_free_beside_steps_are_lost_it_is_doubted_for_longer_and_longer() -> None:
+    """SPEC M7: a hypervisor takes its time without a task that runs."""
+    desk = Desk()
+    desk.step(0.5, 1.0)
+    raised = []
+    while desk.now_s < 300.0:
+        before = desk.keeper.governor.num_threads
+        desk.step(0.06, 0.06 if before == 1 else 0.066, others=0.9)
+        if desk.keeper.governor.num_threads > before:
+            raised.append(desk.now_s)
+    assert 3 <= len(raised) <= 4
+    apart = [later - earlier for earlier, later in itertools.pairwise(raised)]
+    assert apart[0] > 30.0
+    assert all(later > 1.9 * earlier for earlier, later in itertools.pairwise(apart))
+
+
+def test_what_was_seen_beside_steps_before_a_change_says_nothing_after_it() -> None:
+    """SPEC M7: it takes a quarter of a second of steps again."""
+    desk = Desk()
+    desk.step(0.5, 1.0)
+    for _ in range(2):
+        desk.step(0.5, 0.55, others=0.9)
+        assert desk.keeper.governor.num_threads == 1
+        desk.running = [1]
+        num = 0
+        while desk.keeper.governor.num_threads == 1:
+            desk.step(0.06, 0.06)
+            desk.pause(0.06, others=1.9)
+            num += 1
+        assert num >= 6
+        for _ in range(30):
+            desk.step(0.06, 0.12)
 
 
 @pytest.mark.parametrize(("running", "num_threads"), [(1, 2), (3, 1)], ids=["gone", "there"])

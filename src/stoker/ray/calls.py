@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator
+import contextlib
+from collections.abc import AsyncGenerator, Iterator
 from typing import TYPE_CHECKING, Any, cast
 
-from ray.exceptions import RayError
-from ray.serve.exceptions import RayServeException
-
+from stoker.errors import ServerLostError
 from stoker.ray.link import lost
 
 if TYPE_CHECKING:
@@ -40,20 +39,36 @@ class ReplicaCalls:
 
     async def call(self, replica: str, method: str, limit_s: float | None, *given: Any) -> bytes:
         """The answer of one call. Raises ServerLostError: there is none."""
-        try:
+        with _lost_for_any(replica):
             async with asyncio.timeout(limit_s):
                 found: bytes = await self._unary[method].remote(*given, replica=replica)
-        except (RayError, RayServeException, TimeoutError) as error:
-            raise lost(replica, error) from None
         return found
 
     async def open(self, replica: str, door: str) -> AsyncGenerator[bytes, None]:
         """The frames of a stream, until either side ends it. Raises ServerLostError: the replica is gone."""
         stream = cast("DeploymentResponseGenerator[bytes]", self._open.remote(door, replica=replica))
         try:
-            async for frame in stream:
-                yield frame
-        except (RayError, RayServeException) as error:
-            raise lost(replica, error) from None
+            with _lost_for_any(replica):
+                async for frame in stream:
+                    yield frame
         finally:
             stream.cancel()  # type: ignore[no-untyped-call]
+
+
+@contextlib.contextmanager
+def _lost_for_any(replica: str) -> Iterator[None]:
+    """Whatever a call raises is that the replica is lost; this task's own end stays what it is.
+
+    Over gRPC an exception of the replica's comes as itself, and an end of its connection as one of grpc's or
+    as the cancellation of the call.
+    """
+    try:
+        yield
+    except ServerLostError:
+        raise
+    except Exception as error:  # noqa: BLE001 - see above
+        raise lost(replica, error) from None
+    except asyncio.CancelledError as error:
+        if (task := asyncio.current_task()) is not None and task.cancelling():
+            raise
+        raise lost(replica, error) from None

@@ -12,7 +12,7 @@ import os
 import socket
 import time
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -41,9 +41,10 @@ MAX_ONGOING = 100_000
 """Requests that Serve gives a replica or a door at once: the order and the bound of the line are Stoker's."""
 LOGGING: dict[str, Any] = {"enable_access_log": False}
 """Serve would write a line for each call between a door and a replica; requests are in Stoker's own log."""
-PROXY_ENVIRONMENT = {"RAY_SERVE_PROXY_USE_GRPC": "1"}
-"""Of Ray's proxies: they call a door over gRPC too, see `stoker.ray.calls`."""
-PART_ENVIRONMENT = {
+CONTROLLER = {"runtime_env": {"env_vars": {"RAY_SERVE_PROXY_USE_GRPC": "1"}}}
+"""Options of Serve's controller, whose environment Ray's proxies have: they call a door over gRPC too, as
+`stoker.ray.calls` does. Obeyed where this is the first site of the cluster's Serve, for all applications."""
+ACTOR_ENVIRONMENT = {
     "RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD": "0",
     "RAY_SERVE_RUN_ROUTER_IN_SEPARATE_LOOP": "0",
 }
@@ -118,11 +119,13 @@ def _deployment(kind: type[Any], digest: str, **options: Any) -> Any:
 
 
 def _actor(cpus: float, gpus: float = 0, resources: Mapping[str, float] | None = None) -> dict[str, Any]:
+    job = dict(ray.get_runtime_context().runtime_env) if ray.is_initialized() else {}
+    environment = ACTOR_ENVIRONMENT | job.get("env_vars", {})
     return {
         "num_cpus": cpus,
         "num_gpus": gpus,
         "resources": dict(resources or {}),
-        "runtime_env": {"env_vars": PART_ENVIRONMENT},
+        "runtime_env": job | {"env_vars": environment},  # else Ray leaves the job's out
     }
 
 
@@ -154,6 +157,7 @@ def serve_config(site: RaySite) -> str:
     config = {
         "proxy_location": "EveryNode",
         "logging_config": LOGGING,
+        "controller_options": CONTROLLER,
         "http_options": {"host": site.server.host, "port": site.server.port},
         "applications": [
             {
@@ -187,12 +191,7 @@ def cluster(address: str | None, tell: Tell | None) -> Iterator[bool]:
     """
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     logging.getLogger("ray.serve").setLevel(logging.ERROR)  # its lines are ours in other words
-    how: dict[str, Any] = {
-        "namespace": "serve",
-        "log_to_driver": False,
-        "logging_level": logging.ERROR,
-        "runtime_env": {"env_vars": PROXY_ENVIRONMENT | _given(PROXY_ENVIRONMENT)},
-    }
+    how: dict[str, Any] = {"namespace": "serve", "log_to_driver": False, "logging_level": logging.ERROR}
     is_own = False
     named = address or os.environ.get("RAY_ADDRESS")
     _check_reachable(named)
@@ -217,11 +216,6 @@ def cluster(address: str | None, tell: Tell | None) -> Iterator[bool]:
         if is_own:
             serve.shutdown()  # type: ignore[no-untyped-call] # Ray's
         ray.shutdown()
-
-
-def _given(names: Iterable[str]) -> dict[str, str]:
-    """Those variables of the environment that are set here."""
-    return {name: os.environ[name] for name in names if name in os.environ}
 
 
 def _check_reachable(address: str | None) -> None:
@@ -283,6 +277,7 @@ def deploy(site: RaySite, tell: Tell) -> str:
             proxy_location="EveryNode",
             http_options={"host": server.host, "port": server.port},
             logging_config=LOGGING,
+            controller_options=CONTROLLER,
         )
         serve.run_many(
             [serve.RunTarget(app, name=site.ray.name)],

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import psutil
 
-from stoker.engine.threads.governor import Decision, StepSample, ThreadGovernor
+from stoker.engine.threads.governor import RELAPSE_S, Decision, StepSample, ThreadGovernor
 from stoker.engine.threads.slow_steps import HALF_A_CORE, SlowReason, SlowSteps
 from stoker.machine.cores import SPARE_CORES, Beside, CoreWatch, num_running
 
@@ -182,6 +182,8 @@ LOOK_EVERY_S = 0.1
 """How often, at most, a step's beginning asks what time has changed."""
 WATCHED_S = 1.0
 """How long others have to be watched before a step, the first or one after a pause, for it to follow them."""
+DOUBT_S, MAX_DOUBT_S = 30.0, 600.0
+"""How long nobody asks who runs beside steps where the answer was wrong: doubled each time, to the second."""
 NUM_LOOKS = 10
 LOOKS_APART_S = 0.004
 """So often, and so far apart, it is looked at who runs: what only passes a request on has done so by then."""
@@ -194,11 +196,13 @@ class Clocked(NamedTuple):
         at_s: when it ended, on a monotonic clock.
         wall_s: how long it took.
         cpu_s: processor time that this process used meanwhile, all threads together.
+        num_others: tasks of others that ran as it ended; None: nobody asked, or it is not told.
     """
 
     at_s: float
     wall_s: float
     cpu_s: float
+    num_others: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -243,6 +247,9 @@ class ThreadController:
         self._bound_at_s = 0.0
         self._look_s = -math.inf
         self._beside = Beside()
+        self._waits = False  # for cores that others use: it matters whether they do so beside steps
+        self._believed_s = self._doubted_until_s = -math.inf
+        self._doubt_s = DOUBT_S
         self._is_untried = False  # fewer threads were chosen for a step that has not ended yet
 
     def __repr__(self) -> str:
@@ -296,7 +303,10 @@ class ThreadController:
         started_s, spent_s = self._begun
         self._begun = None
         now_s = self._clocks.wall()
-        return Clocked(now_s, now_s - started_s, self._clocks.cpu() - spent_s)
+        clocked = Clocked(now_s, now_s - started_s, self._clocks.cpu() - spent_s)
+        if not self._waits or (num_running := self._clocks.num_running()) is None:
+            return clocked
+        return clocked._replace(num_others=max(0, num_running - 1))
 
     def judge(self, clocked: Clocked, num_threads: int, predicted_s: float | None) -> Decision | None:
         """What a step says about the cores.
@@ -310,32 +320,44 @@ class ThreadController:
             What to change before the next step, or None.
         """
         self._is_untried = False
-        sample = StepSample(*clocked, predicted_s, num_threads)
+        sample = StepSample(clocked.at_s, clocked.wall_s, clocked.cpu_s, predicted_s, num_threads)
         others = self._watch.read(sample.at_s)
         if self._look_into(sample, others):
             return None
-        decision = self.governor.observe(sample, self._others_beside(sample, others))
+        decision = self.governor.observe(sample, others, self._others_beside(clocked, others))
         if decision is not None:
+            self._weigh(decision, num_threads, sample.at_s, others)
             self._changed(decision)
         return decision
 
-    def _others_beside(self, sample: StepSample, others: float | None) -> float | None:
-        """What others use; while threads wait for cores, no more than what they use beside steps."""
-        if others is None or not self.governor.waits_for_cores(others):
+    def _others_beside(self, clocked: Clocked, others: float | None) -> float | None:
+        """Cores that others used beside steps, while more threads would not fit beside all that they use."""
+        self._waits = others is not None and self.governor.waits_for_cores(others)
+        if not self._waits or clocked.at_s < self._doubted_until_s:
             self._beside.clear()
-            return others
-        num_running = self._clocks.num_running()
-        if num_running is None:
-            return others
-        self._beside.add(sample.wall_s, num_running - 1)
-        found = self._beside.num_cores
-        return others if found is None else min(others, found)
+        elif clocked.num_others is not None:
+            self._beside.add(clocked.wall_s, clocked.num_others)
+        return self._beside.num_cores
+
+    def _weigh(self, decision: Decision, num_threads: int, now_s: float, others: float | None) -> None:
+        """Doubt who ran beside steps for a while where cores that seemed free by it are lost at once.
+
+        A hypervisor takes time without a task that runs, and what takes turns with steps is not seen either.
+        """
+        if decision.num_threads > num_threads:
+            self._believed_s = now_s if self._waits and others is not None else -math.inf
+        elif now_s - self._believed_s < RELAPSE_S:
+            self._doubted_until_s = now_s + self._doubt_s
+            self._doubt_s = min(MAX_DOUBT_S, 2 * self._doubt_s)
+        elif now_s - self._doubted_until_s > MAX_DOUBT_S:
+            self._doubt_s = DOUBT_S
 
     def close(self) -> None:
         """Give threads back their cores; idempotent."""
         self._binder.unbind()
 
     def _changed(self, decision: Decision) -> None:
+        self._beside.clear()
         self._binder.unbind()  # threads that start now would inherit one core
         log.debug("threads from now on: %d (%s)", decision.num_threads, decision.reason)
 

@@ -181,12 +181,15 @@ class ThreadGovernor:
         self._window.clear()
         self._free_since_s = self._lost_since_s = None
 
-    def observe(self, sample: StepSample, others_cores: float | None) -> Decision | None:
+    def observe(
+        self, sample: StepSample, others_cores: float | None, beside_cores: float | None = None
+    ) -> Decision | None:
         """Judge a step that ended.
 
         Args:
             sample: the step; one that ran with another number of threads than decided says nothing.
             others_cores: cores that other processes used lately; None: not known.
+            beside_cores: cores that they used while steps ran, by which more threads may fit; None: as many.
 
         Returns:
             What to change, or None.
@@ -201,7 +204,10 @@ class ThreadGovernor:
         self._window.add(sample)
         if self._trials is not None and self._trials.is_running:
             return self._judge_trial(sample.at_s)
-        return self._lower(sample, others_cores) or self._raise(sample, others_cores)
+        lowered = self._lower(sample, others_cores)
+        if others_cores is not None and beside_cores is not None:
+            others_cores = min(others_cores, beside_cores)
+        return lowered or self._raise(sample, others_cores)
 
     def wake(self, now_s: float, others_cores: float | None) -> Decision | None:
         """A step begins, perhaps after a pause: then raise at once if the cores have become free.
