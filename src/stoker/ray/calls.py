@@ -67,7 +67,8 @@ def _lost_for_any(replica: str) -> Iterator[None]:
     except ServerLostError:
         raise
     except Exception as error:  # noqa: BLE001 - see above
-        raise lost(replica, error) from None
+        details = getattr(error, "details", None)  # grpc's own text has several lines, of which this is one
+        raise lost(replica, EOFError(details()) if callable(details) else error) from None
     except asyncio.CancelledError as error:
         if (task := asyncio.current_task()) is not None and task.cancelling():
             raise
