@@ -81,7 +81,7 @@ def test_help_fits_a_terminal(words: list[str]) -> None:
 
 @pytest.mark.long
 def test_ray_serve_is_told_the_site_and_what_is_equal_keeps_its_version(file: Path) -> None:
-    """P32, P33: a change of the engine replaces replicas, one of the server doors, one of numbers nothing."""
+    """P32, P33, P42: a change of the engine replaces replicas, of the server doors, of numbers nothing."""
     site = read_site(file)
     args = site.as_args()
     changed = [
