@@ -136,6 +136,16 @@ async def until_machines(http: httpx.AsyncClient, is_so: Callable[[list[dict[str
             await asyncio.sleep(POLL_S)
 
 
+def environments_of(title: str) -> list[dict[str, str]]:
+    """Of the processes that Ray gave a title that begins so."""
+    found = []
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error):
+            if " ".join(process.cmdline()).startswith(title):
+                found.append(process.environ())
+    return found
+
+
 async def test_replicas_come_for_people_who_wait_and_go_again(cluster: Cluster, tmp_path: Path) -> None:
     """P31: from one to three and back, and every stream has the text of an undisturbed run."""
     async with (
@@ -164,16 +174,6 @@ async def test_what_ray_starts_has_the_quick_way_between_its_processes(
     assert {one.get("RAY_SERVE_PROXY_USE_GRPC") for one in found["ProxyActor"]} == {"1"}
     own_loop = [one.get("RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD") for one in found["ServeReplica:tested"]]
     assert own_loop == ["0", "0"]
-
-
-def environments_of(title: str) -> list[dict[str, str]]:
-    """Of the processes that Ray gave a title that begins so."""
-    found = []
-    for process in psutil.process_iter():
-        with contextlib.suppress(psutil.Error):
-            if " ".join(process.cmdline()).startswith(title):
-                found.append(process.environ())
-    return found
 
 
 async def test_a_rolling_update_under_streams_loses_none(cluster: Cluster, tmp_path: Path) -> None:

@@ -135,7 +135,7 @@ def test_auto_measures_a_model_once_and_takes_repeatable_texts_under_five_percen
 def test_where_prompts_are_padded_is_as_the_same_trial_has_measured(
     tiny_decoder: Path, tmp_path: Path, half_tile: float, by_row: float
 ) -> None:
-    """Q24: how much dearer attention is row by row is the processor's, and 2.5 to 11 of them were met."""
+    """Q24: how much dearer attention is row by row is the processor's: 5 and 11 times were met."""
     chosen(tiny_decoder, tmp_path, "auto")
     file = tmp_path / smoke.TRIALS_FILE
     (cost,) = (value for key, value in json.loads(file.read_text()).items() if key.startswith("keys:"))

@@ -358,6 +358,35 @@ def test_where_cores_that_seemed_free_beside_steps_are_lost_it_is_doubted_for_lo
     assert all(later > 1.9 * earlier for earlier, later in itertools.pairwise(apart))
 
 
+def test_a_doubt_that_is_long_past_is_as_short_again_as_the_first() -> None:
+    """SPEC M7: an engine runs for weeks, and is moved to another machine."""
+    desk = Desk()
+    desk.step(0.5, 1.0)
+
+    def until_doubted() -> float:
+        """Cores that seemed free are lost; how long it is doubted then."""
+        desk.running = [1]
+        while desk.keeper.governor.num_threads == 1:
+            desk.step(0.06, 0.06, others=0.9)
+        begun_s = desk.now_s
+        while desk.now_s < begun_s + 1.0:
+            desk.step(0.06, 0.066 if desk.keeper.governor.num_threads == 2 else 0.06, others=0.9)
+        begun_s = desk.now_s
+        while desk.keeper.governor.num_threads == 1:
+            desk.step(0.06, 0.06, others=0.9)
+        return desk.now_s - begun_s
+
+    desk.step(0.5, 0.55, others=0.9)
+    first, second = until_doubted(), until_doubted()
+    assert second > 1.8 * first
+    for _ in range(20):
+        desk.step(0.06, 0.12)
+    desk.pause(2000.0)
+    desk.step(0.06, 0.12)
+    desk.step(0.5, 0.55, others=0.9)
+    assert until_doubted() == pytest.approx(first, rel=0.2)
+
+
 def test_what_was_seen_beside_steps_before_a_change_says_nothing_after_it() -> None:
     """SPEC M7: it takes a quarter of a second of steps again."""
     desk = Desk()

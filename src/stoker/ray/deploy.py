@@ -48,7 +48,7 @@ ACTOR_ENVIRONMENT = {
     "RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD": "0",
     "RAY_SERVE_RUN_ROUTER_IN_SEPARATE_LOOP": "0",
 }
-"""Of doors and replicas: what is ours runs on Ray's own event loop there, as nothing of it blocks. Else each
+"""Of doors and replicas: what is ours runs on Ray's own event loop there, as it is asyncio's alone. Else each
 message changes threads twice in each process, on cores that compute."""
 TELL_S = 2.0
 """How often a replica tells the controller what it has to do; Serve's own is 10 s."""

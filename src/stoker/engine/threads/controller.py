@@ -326,7 +326,7 @@ class ThreadController:
             return None
         decision = self.governor.observe(sample, others, self._others_beside(clocked, others))
         if decision is not None:
-            self._weigh(decision, num_threads, sample.at_s, others)
+            self._weigh(decision, num_threads, sample.at_s)
             self._changed(decision)
         return decision
 
@@ -339,13 +339,13 @@ class ThreadController:
             self._beside.add(clocked.wall_s, clocked.num_others)
         return self._beside.num_cores
 
-    def _weigh(self, decision: Decision, num_threads: int, now_s: float, others: float | None) -> None:
+    def _weigh(self, decision: Decision, num_threads: int, now_s: float) -> None:
         """Doubt who ran beside steps for a while where cores that seemed free by it are lost at once.
 
         A hypervisor takes time without a task that runs, and what takes turns with steps is not seen either.
         """
         if decision.num_threads > num_threads:
-            self._believed_s = now_s if self._waits and others is not None else -math.inf
+            self._believed_s = now_s if self._waits else -math.inf
         elif now_s - self._believed_s < RELAPSE_S:
             self._doubted_until_s = now_s + self._doubt_s
             self._doubt_s = min(MAX_DOUBT_S, 2 * self._doubt_s)
@@ -357,7 +357,6 @@ class ThreadController:
         self._binder.unbind()
 
     def _changed(self, decision: Decision) -> None:
-        self._beside.clear()
         self._binder.unbind()  # threads that start now would inherit one core
         log.debug("threads from now on: %d (%s)", decision.num_threads, decision.reason)
 
