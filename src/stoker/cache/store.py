@@ -141,10 +141,16 @@ class PrefixStore:
             threads.run(ops)
         _tell(before, tier.problem)
 
-    def next_due_s(self) -> float | None:
-        """When the next write is due, or the shared store is to be looked at; None: neither."""
-        due = [self.cache.disk.next_due_s(), self._shared[0].next_due_s() if self._shared else None]
-        return min((at for at in due if at is not None), default=None)
+    def next_due_s(self, rest_s: float = 0.0) -> float | None:
+        """When the next write is due, or the shared store is to be looked at; None: neither.
+
+        Until `rest_s` the engine is busy: no write is due before.
+        """
+        due_s = None if self._shared is None else self._shared[0].next_due_s(rest_s)
+        write_due_s = self.cache.disk.next_due_s()
+        if write_due_s is not None:
+            write_due_s = max(rest_s, write_due_s)
+        return min((at for at in (due_s, write_due_s) if at is not None), default=None)
 
     @property
     def is_saved(self) -> bool:

@@ -244,7 +244,7 @@ class EngineLoop:
             self._tend(now)
         self._step(now)
         if is_due or self._has_news:
-            self._store.tend(self._clock.now(), is_busy=self._runners.has_work)
+            self._store.tend(self._clock.now(), is_busy=self._is_busy)
         if self._phase is _LoopPhase.DRAINING:
             self._drain()
         self._flush()
@@ -309,6 +309,11 @@ class EngineLoop:
             self._rest()
 
     @property
+    def _is_busy(self) -> bool:
+        """Whether something is to be computed, or was just now: who was answered may ask for more at once."""
+        return self._runners.has_work or self._clock.now() < self._rest_s
+
+    @property
     def _rest_s(self) -> float:
         """When there is time for what nobody waits for, if nothing comes."""
         return max(self._busy_s + REST_AFTER_S, self._nap_until_s)
@@ -369,7 +374,7 @@ class EngineLoop:
             self._jobs.next_deadline_s(),
             self._preparations.next_due_s(now),
             self._residency.next_due_s(now),
-            self._store.next_due_s(),
+            self._store.next_due_s(self._rest_s),
             self._report.next_due_s(),
         ]
         if self._phase is _LoopPhase.DRAINING:

@@ -208,8 +208,8 @@ class SharedTier:
         """Why it is not used as it should be; empty: it is."""
         return self.breaker.problem or self.put_breaker.problem
 
-    def next_due_s(self) -> float | None:
-        """When `tend` or `late` has something to do; None: not by time alone."""
+    def next_due_s(self, rest_s: float = 0.0) -> float | None:
+        """When `tend` or `late` has something to do, puts not before `rest_s`; None: not by time alone."""
         due = list(self._gets.values())
         if self._putting is not None:
             due.append(self._putting[1])
@@ -218,7 +218,7 @@ class SharedTier:
         elif self._places:
             due.append(self.breaker.until_s if self.breaker.is_open else self._look_s)
         if self._putting is None and self._due_s and not self.breaker.is_open:
-            due.append(max(min(self._due_s.values()), self.put_breaker.until_s))
+            due.append(max(min(self._due_s.values()), self.put_breaker.until_s, rest_s))
         return min(due, default=None)
 
     def stats(self) -> dict[str, float]:
