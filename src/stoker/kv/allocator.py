@@ -150,8 +150,8 @@ class KVAllocator:
         self.cache = cache
         self.prefix_source = PrefixSource(limits, cache)
         self.prefix_source.compute_s = compute_s
-        self.slots = SlotTable(limits)
         self.cells = CellPool(limits.num_cells)
+        self.slots = SlotTable(limits, self.cells)
         self.late_ops: list[KVOp] = []
         self._demand: _Demand | None = None
         self.is_trim_due = False
@@ -270,7 +270,7 @@ class KVAllocator:
             self._cut(slot, placement.length, ops)
         else:
             self._clear(slot, ops)
-            if source.parked is not None:
+            if source.sequence is None:
                 self._demand = None  # what its slot keeps is not its own any more
             self.cells.fork(source.id, slot.id, placement.length)
             ops.append(Fork(source.id, slot.id, placement.length))

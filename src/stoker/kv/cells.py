@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 class _Span:
     length: int
     num_refs: int
+    num_before: int
 
 
 class CellPool:
@@ -53,15 +54,21 @@ class CellPool:
         spans = {id(span): span.length for seq in seqs for span in self._spans.get(seq, ())}
         return sum(spans.values())
 
+    def num_before(self, seq: int) -> int:
+        """Cells before the first of a sequence at most: those in use when it was taken, as the lowest is."""
+        spans = self._spans.get(seq)
+        return spans[0].num_before if spans else 0
+
     def extend(self, seq: int, num_tokens: int) -> None:
         """Take `num_tokens` free cells for the end of the sequence."""
+        num_before = self.used
         self.used += num_tokens
         assert self.used <= self.total, f"{num_tokens} cells more than there are: {self!r}"
         spans = self._spans.get(seq)
         if spans and spans[-1].num_refs == 1:
             spans[-1].length += num_tokens
         else:
-            self._spans.setdefault(seq, []).append(_Span(num_tokens, 1))
+            self._spans.setdefault(seq, []).append(_Span(num_tokens, 1, num_before))
 
     def fork(self, src: int, dst: int, length: int) -> None:
         """Share the first `length` cells of `src` with the empty sequence `dst`."""
@@ -117,7 +124,7 @@ class CellPool:
             return
         if length == 0:
             return
-        tail = _Span(span.length - length, span.num_refs)
+        tail = _Span(span.length - length, span.num_refs, span.num_before + length)
         span.length = length
         for held in self._spans.values():
             if span in held:

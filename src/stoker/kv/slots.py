@@ -13,8 +13,12 @@ from itertools import count
 
 from stoker.cache.entry import MIN_TOKENS, Entry, EntryState
 from stoker.cache.radix import common_prefix
-from stoker.kv.cells import SchedulerLimits
+from stoker.kv.cells import CellPool, SchedulerLimits
 from stoker.kv.sequence import ParkForm, Sequence
+
+FIRST_CELLS = 256
+"""Cells of a pool that every step walks over, whatever lies there. Further back a few shared tokens could
+cost more than they save: while they are in use each step walks up to them."""
 
 
 @dataclass(slots=True)
@@ -90,14 +94,19 @@ class SlotPlacement:
 class SlotTable:
     """All slots of one model, spare ones included.
 
+    Args:
+        limits: how many there are, and what the backend can do with their cells.
+        cells: the pool in which they have theirs.
+
     Attributes:
         running: the sequences that hold a slot, in the order in which they got it; changed here alone.
         least_copied: tokens in common for which what a slot holds is copied to another; set by the allocator.
     """
 
-    def __init__(self, limits: SchedulerLimits) -> None:
-        self._limits = limits
+    def __init__(self, limits: SchedulerLimits, cells: CellPool) -> None:
+        self._limits, self._cells = limits, cells
         self.least_copied = MIN_TOKENS
+        self._forks_freely = limits.can_fork and limits.can_trim and not limits.has_streams
         self.num_slots = limits.num_slots
         self.slots = [Slot(number) for number in range(max(limits.num_slots, limits.num_sequences))]
         self.running: list[Sequence] = []
@@ -174,18 +183,18 @@ class SlotTable:
         """The slot that holds the most of a sequence's tokens, and how many; None: none holds enough."""
         best: tuple[Slot, int] | None = None
         tokens, most = sequence.tokens, len(sequence.tokens) - 1
-        of_kept, of_held = (MIN_TOKENS, self.least_copied) if sequence.leader is None else (1, 1)
+        num_best = 0
         for slot in self.slots:
             if (holder := slot.sequence or slot.parked) is None:
-                held, num_held, least = slot.kept, len(slot.kept), of_kept
+                held, num_held = slot.kept, len(slot.kept)
             else:
-                held, num_held, least = holder.tokens, holder.num_computed, of_held
+                held, num_held = holder.tokens, holder.num_computed
+            least = max(num_best, self._least(slot, sequence))
             if num_held < least or most < least or held[least - 1] != tokens[least - 1]:
                 continue  # most slots: many that arrive at once are compared with all there are
             length = self._num_reusable(slot, sequence)
             if length and (best is None or (length, slot.is_idle) > (best[1], best[0].is_idle)):
-                best = slot, length
-                of_kept, of_held = max(of_kept, length), max(of_held, length)
+                best, num_best = (slot, length), length
         return best
 
     def _num_reusable(self, slot: Slot, asker: Sequence) -> int:
@@ -197,12 +206,15 @@ class SlotTable:
             return 0
         held = slot.kept if slot.holder is None else slot.holder.tokens
         length = min(common_prefix(held, asker.tokens, slot.num_tokens), len(asker.tokens) - 1)
-        least = self.least_copied if slot.holder is not None else MIN_TOKENS
-        if asker.leader is not None:
-            least = 1
-        if length < least or (not self._limits.can_trim and length != slot.num_tokens):
+        if length < self._least(slot, asker) or (not self._limits.can_trim and length != slot.num_tokens):
             return 0
         return length
+
+    def _least(self, slot: Slot, asker: Sequence) -> int:
+        """Tokens in common from which on it takes what a slot keeps, or holds for another."""
+        if asker.leader is not None or (self._forks_freely and self._cells.num_before(slot.id) < FIRST_CELLS):
+            return 1  # what a template puts before each first message is computed once, however short
+        return MIN_TOKENS if slot.holder is None else self.least_copied
 
     def _may_take(self, owner: Sequence, asker: Sequence) -> bool:
         if owner.is_importing or asker.wants_prompt_logits:
@@ -218,10 +230,14 @@ class SlotTable:
         return min(idle, key=lambda slot: (bool(slot.kept), slot.last_used_s, slot.id), default=None)
 
     def place(self, source: tuple[Slot, int] | None) -> SlotPlacement | None:
-        """Where it goes, given the best source: there if it is idle, else elsewhere; None: all are busy."""
+        """Where it goes, given the best source; None: all are busy.
+
+        It goes on in an idle source, but for a few tokens, for which that does not lose what it keeps else.
+        """
         if source is not None and source[0].is_idle:
             slot, length = source
-            return SlotPlacement(slot.id, slot.id, length)
+            if length >= MIN_TOKENS or not self._forks_freely:
+                return SlotPlacement(slot.id, slot.id, length)
         vacant = self.vacant()
         if vacant is None:
             return None
