@@ -48,8 +48,9 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Any:
     """A function that sets the machine's memory, in bytes."""
 
     def set_memory(available: int, physical: int) -> None:
-        def read(memory_limit: int | None = None) -> MemoryLimits:
-            return MemoryLimits(physical_bytes=physical, available_bytes=available, user_bytes=memory_limit)
+        def read(memory_limit: int | None = None, *, own_bytes: int = 0) -> MemoryLimits:
+            free_bytes = available + limits.SERVER_BYTES - own_bytes  # so much is free beside a server
+            return MemoryLimits(physical_bytes=physical, available_bytes=free_bytes, user_bytes=memory_limit)
 
         monkeypatch.setattr(limits, "read_limits", read)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
 
@@ -94,5 +95,24 @@ def test_the_users_own_limit_can_only_lower_it(tmp_path: Path) -> None:
     profile = read_limits(memory_limit=2 * rss, root=tmp_path)
     assert profile.effective_bytes == profile.user_bytes == 2 * rss
     assert profile.available_bytes <= 2 * rss
+    assert (
+        read_limits(memory_limit=2 * rss, root=tmp_path, own_bytes=rss // 2).available_bytes
+        == 2 * rss - rss // 2
+    )
+    assert read_limits(memory_limit=2 * rss, root=tmp_path, own_bytes=3 * rss).available_bytes == 0
     roomy = MemoryLimits(physical_bytes=10, available_bytes=5, user_bytes=20)
     assert roomy.effective_bytes == 10
+
+
+def test_a_server_that_is_not_there_yet_takes_its_part_of_the_machine_too(
+    monkeypatch, tmp_path: Path
+) -> None:
+    """SPEC R2: what is free for a model is what is left beside it, not beside who asks."""
+    rss = psutil.Process().memory_info().rss
+    memory = psutil.virtual_memory()._replace(available=10 * rss)
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: memory)
+    monkeypatch.setattr(
+        psutil, "Process", lambda: SimpleNamespace(memory_info=lambda: SimpleNamespace(rss=rss))
+    )
+    assert read_limits(root=tmp_path).available_bytes == 10 * rss
+    assert read_limits(root=tmp_path, own_bytes=3 * rss).available_bytes == 8 * rss

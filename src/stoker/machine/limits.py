@@ -16,6 +16,8 @@ import psutil
 
 from stoker.machine.cgroups import ControlGroup, limited_groups
 
+SERVER_BYTES = 120 * 2**20
+"""What a server takes itself: its process, the engine's and a worker's, before a model is in memory."""
 _GIB = 1024**3
 _GB = 10**9
 _MB = 10**6
@@ -46,19 +48,24 @@ class MemoryLimits:
         return min(limit for limit in limits if limit is not None)
 
 
-def read_limits(memory_limit: int | None = None, root: Path = Path("/")) -> MemoryLimits:
-    """The limits now; what this process uses counts against the user's limit.
+def read_limits(
+    memory_limit: int | None = None, root: Path = Path("/"), own_bytes: int | None = None
+) -> MemoryLimits:
+    """The limits now; what Stoker itself uses counts against the user's limit.
 
     Args:
         memory_limit: the user's own limit in bytes.
         root: where `/proc` and `/sys` are found.
+        own_bytes: what Stoker itself uses, where a server is started instead of this process.
     """
     system = psutil.virtual_memory()
     bounds = limits_of(system.total, system.available, limited_groups(root))
-    if memory_limit is None:
-        return bounds
-    left = max(0, memory_limit - psutil.Process().memory_info().rss)
-    available = min(bounds.available_bytes, left)
+    used_bytes = psutil.Process().memory_info().rss
+    available = bounds.available_bytes
+    if own_bytes is not None:
+        available, used_bytes = max(0, available + used_bytes - own_bytes), own_bytes
+    if memory_limit is not None:
+        available = min(available, max(0, memory_limit - used_bytes))
     return replace(bounds, available_bytes=available, user_bytes=memory_limit)
 
 

@@ -128,7 +128,7 @@ def _plan(settings: EngineSettings, model: str | None, mmproj: Path | None) -> _
     from stoker.backends.registry import open_model
     from stoker.client.models.specs import calibration_texts
     from stoker.errors import InsufficientMemoryError
-    from stoker.machine.limits import effective_limit, read_limits, tier_of
+    from stoker.machine.limits import SERVER_BYTES, effective_limit, read_limits, tier_of
     from stoker.machine.mapped import read_speed
     from stoker.models.memory_estimate.fit import Fit, MemoryBudget, smallest, weigh
     from stoker.models.memory_estimate.placing import Placing
@@ -140,7 +140,7 @@ def _plan(settings: EngineSettings, model: str | None, mmproj: Path | None) -> _
     there = reader.devices() if spec.placement.has_devices else ()
     devices, spec = chosen_devices(spec.placement, there), with_device_ids(spec, there)
     on_host = without_devices(whole.ways[0], spec)
-    profile = read_limits(settings.memory_limit)
+    profile = read_limits(settings.memory_limit, own_bytes=SERVER_BYTES)
     budget = MemoryBudget(
         free_bytes=profile.available_bytes,
         limit_bytes=effective_limit(profile),
