@@ -75,7 +75,7 @@ def parse_threads(value: object) -> object:
     if not isinstance(value, str) or value.strip().isdigit():
         return value
     if value.strip().lower() != "auto":
-        raise ValueError(f"{value!r} is neither a whole number nor auto")
+        raise ValueError(f"{value!r} is neither a number of threads nor auto")
     return 0
 
 
@@ -126,7 +126,7 @@ def _layers(value: object) -> object:
     if text.isdigit():
         return int(text)
     if text and text not in {"auto", "all"}:
-        raise ValueError(f"{value!r} is neither a whole number nor auto or all")
+        raise ValueError(f"{value!r} is neither a number of layers nor auto or all")
     if isinstance(value, int) and not 0 <= value <= MAX_LAYERS:
         raise ValueError(f"{value} is neither auto nor all nor between 0 and {MAX_LAYERS}")
     return text or value

@@ -263,7 +263,7 @@ def test_a_load_says_where_the_model_shall_lie(call, scripted):
 @pytest.mark.parametrize(
     ("flags", "text"),
     [
-        ("--gpu-layers banana", "--gpu-layers: 'banana' is neither a whole number nor auto or all"),
+        ("--gpu-layers banana", "--gpu-layers: 'banana' is neither a number of layers nor auto or all"),
         ("--tensor-split 3,x", "--tensor-split: '3,x' are no proportions; write such as 3,1"),
         ("--main-gpu -1", "--main-gpu: '-1' is less than 0"),
         ("--kv-type q5", "--kv-type: 'q5' is none of 'f16', 'bf16', 'q8_0' or 'q4_0'"),

@@ -284,7 +284,7 @@ def test_a_key_of_a_file_is_told_by_its_own_name_and_a_flag_by_its_own(model: Pa
     """T2: a key of a file is no flag, though the command has one of that name."""
     config = tmp_path / "stoker.toml"
     config.write_text('gpu_layers = "most"\n', encoding="utf-8")
-    wrong = "'most' is neither a whole number nor auto or all\n"
+    wrong = "'most' is neither a number of layers nor auto or all\n"
     assert run(model, "--config", config) == (2, f"stoker: gpu_layers in {config}: {wrong}")
     assert run(model, "--gpu-layers", "most") == (2, f"stoker: --gpu-layers: {wrong}")
 

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from rich.console import Console
+from rich.text import Text
 from typer.testing import CliRunner
 
 from stoker.cli.app import app
@@ -47,7 +48,7 @@ NAME = "a-model-with-a-rather-long-name-Q4_K_M-00001"
 
 @pytest.mark.parametrize("columns", [60, 80, 120])
 def test_what_has_to_be_typed_is_whole_in_the_table_of_models(columns, tmp_path):
-    """T10: a name stands in one piece at any width; a path goes below its row where it does not fit."""
+    """T10: a name stands in one piece at any width, above or beside what is told of it; so does a path."""
     write_llama(tmp_path / f"{NAME}.gguf")
     (tmp_path / "broken.gguf").write_bytes(b"MZ")
     with Terminal("stoker", "models", columns=columns, env={"STOKER_MODELS_DIR": str(tmp_path)}) as terminal:
@@ -55,7 +56,9 @@ def test_what_has_to_be_typed_is_whole_in_the_table_of_models(columns, tmp_path)
         shown = terminal.text
     assert "…" not in shown
     (row,) = [line for line in shown.splitlines() if line.startswith(NAME)]
-    assert row.split()[:2] == [NAME, "decoder"]
+    words = shown.split()
+    assert words[words.index(NAME) + 1] == "decoder"
+    assert (row.strip() == NAME) == (columns < 120)
     assert str(tmp_path / f"{NAME}.gguf") in shown.replace("\n", "")
 
 
@@ -74,9 +77,10 @@ def test_no_name_of_a_file_breaks_the_table_of_models(columns, tmp_path):
     assert "red\ufffd[31m" in shown
 
 
+@pytest.mark.parametrize("num_models", [1, 2])
 @pytest.mark.parametrize("columns", [80, 120])
-def test_ps_shows_ids_whole(columns, capsys, monkeypatch):
-    """T10: the id of a request is what `cancel` takes."""
+def test_ps_shows_ids_whole(columns, num_models, capsys, monkeypatch):
+    """T10: the id of a request is what `cancel` takes; no line is broken by the terminal's edge."""
     monkeypatch.setattr(
         "rich.console.Console", lambda **how: Console(width=columns, force_terminal=True, **how)
     )
@@ -84,7 +88,7 @@ def test_ps_shows_ids_whole(columns, capsys, monkeypatch):
     slot = {"state": "decode", "model": NAME, "num_tokens": 7, "request_id": name, "class": "interactive"}
     model = {"id": NAME, "state": "ready", "bytes": {"kv": 2**20}, "pinned": True}
     status = {
-        "models": [model | {"degraded": ["context 4096 instead of 16384"], "reason": ""}],
+        "models": [model | {"degraded": ["context 4096 instead of 16384"], "reason": ""}] * num_models,
         "slots": [slot],
         "queue": [slot | {"request_id": "cmpl-2", "position": 3, "eta_s": 4.0}],
         "parked": [],
@@ -95,7 +99,7 @@ def test_ps_shows_ids_whole(columns, capsys, monkeypatch):
     }
     monkeypatch.setattr(ps, "ask_server", lambda *_: status)
     ps.ps()
-    shown = capsys.readouterr().out
+    shown = Text.from_ansi(capsys.readouterr().out).plain
     for whole in (
         name,
         NAME,
@@ -105,6 +109,7 @@ def test_ps_shows_ids_whole(columns, capsys, monkeypatch):
     ):
         assert whole in shown
     assert "…" not in shown
+    assert max(map(len, shown.splitlines())) <= columns
 
 
 def test_a_pipe_gets_a_row_a_line(tmp_path, monkeypatch):

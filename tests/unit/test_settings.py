@@ -384,7 +384,7 @@ def test_where_a_model_lies_is_said_for_all_and_for_one(
 @pytest.mark.parametrize(
     ("name", "value", "text"),
     [
-        ("gpu_layers", "most", "'most' is neither a whole number nor auto or all"),
+        ("gpu_layers", "most", "'most' is neither a number of layers nor auto or all"),
         ("device", "none,CUDA0", "none and cpu stand alone, got none, CUDA0"),
         ("tensor_split", "3,x", "'3,x' are no proportions; write such as 3,1"),
         ("tensor_split", "0,0", "'0,0' are no proportions; write such as 3,1"),

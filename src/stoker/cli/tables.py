@@ -1,7 +1,8 @@
 """Tables and lines on a terminal and in a pipe: what has to be typed elsewhere is never cut.
 
 Every column but the last is as wide as its widest cell. The last one, a path or a reason, stands beside them
-where it fits, else below its row, where the terminal wraps it.
+where it fits, else below its row, where the terminal wraps it. Where the others do not fit either, the first
+one, a name, stands above them.
 """
 
 from __future__ import annotations
@@ -40,32 +41,47 @@ def print_table(
         styles: of the rows; too few: the rest has none.
     """
     from rich.cells import cell_len
-    from rich.table import Table
     from rich.text import Text
 
     rows = [[_shown(cell) for cell in row] for row in rows]
     widths = [max(len(name), *(cell_len(row[at]) for row in rows), 0) for at, name in enumerate(header)]
     is_beside = sum(widths) + _GAP * len(widths) <= console.width
-    shown = len(header) if is_beside else len(header) - 1
-    needed = sum(widths[:shown]) + _GAP * shown
+    end = len(header) if is_beside else len(header) - 1
+    is_above = end > 1 and sum(widths[:end]) + _GAP * (end - 1) > console.width
+    start, indent = (1, " " * _GAP) if is_above else (0, "")
+    needed = sum(widths[start:end]) + _GAP * (end - start)
+    lines = _lines(console, needed, header[start:end], [row[start:end] for row in rows], styles)
+    own_styles = ["bold", *styles, *[""] * len(rows)]
+    for at, line in enumerate(lines):
+        row = rows[at - 1] if at else header
+        if is_above:
+            console.print(row[0], style=own_styles[at])
+        console.print(Text.assemble(indent, Text.from_ansi(line.rstrip())))
+        if at and row[-1] and not is_beside:
+            console.print(f"{'':{_GAP}}{row[-1]}", style="dim")
+
+
+def _lines(
+    console: Console,
+    needed: int,
+    header: Sequence[str],
+    rows: Sequence[Sequence[str]],
+    styles: Sequence[str],
+) -> list[str]:
+    """A table's lines with their colours, the header's first; they need so many columns of a terminal."""
+    from rich.table import Table
+    from rich.text import Text
+
     table = Table(box=None, pad_edge=False, padding=(0, _GAP, 0, 0), header_style="bold", show_edge=False)
-    for name in header[:shown]:
+    for name in header:
         table.add_column(name, no_wrap=True)
     for at, row in enumerate(rows):
-        table.add_row(*map(Text, row[:shown]), style=styles[at] if at < len(styles) else "")
-    if is_beside:
-        console.print(table)
-        return
+        table.add_row(*map(Text, row), style=styles[at] if at < len(styles) else "")
     width, console.width = console.width, max(needed, console.width)
     with console.capture() as captured:
         console.print(table)
     console.width = width
-    first, *lines = captured.get().splitlines()
-    console.print(Text.from_ansi(first.rstrip()))
-    for line, row in zip(lines, rows, strict=True):
-        console.print(Text.from_ansi(line.rstrip()))
-        if row[-1]:
-            console.print(f"{'':{_GAP}}{row[-1]}", style="dim")
+    return captured.get().splitlines()
 
 
 def print_line(console: Console, head: str, text: str, style: str = "") -> None:

@@ -94,18 +94,18 @@ def _print_requests(console: Console, status: dict[str, Any]) -> None:
     busy = [(slot, slot["state"]) for slot in status["slots"] if slot["state"] in _BUSY]
     waiting = [(found, _place(found)) for found in status["queue"]]
     standing = [(found, name) for name in ("parked", "paused") for found in status[name]]
-    has_several = len(status["models"]) > 1  # else its column says nothing, and takes a line beyond the edge
+    has_several = len(status["models"]) > 1  # else its column says nothing
     rows = [
         (
             found["request_id"] or "",
-            *([found["model"]] if has_several else []),
             found["class"] or "",
             str(found["num_tokens"]),
             state,
+            *([found["model"]] if has_several else []),
         )
         for found, state in (*busy, *waiting, *standing)
     ]
-    head = ("request", *(["model"] if has_several else []), "class", "tokens", "state")
+    head = ("request", "class", "tokens", "state", *(["model"] if has_several else []))
     print_table(console, head, rows)
 
 
