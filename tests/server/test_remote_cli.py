@@ -126,9 +126,9 @@ def test_ps_shows_models_requests_and_memory(call, scripted):
     assert rows["idle"].endswith("for 2 min")
     assert rows["held"].endswith("pinned")
     assert rows["broken"] == "broken failed it is cut short"
-    assert rows["chatcmpl-1"] == "chatcmpl-1 stand-in interactive 70 decode"
-    assert rows["cmpl-2"] == "cmpl-2 stand-in background 0 waits, next in line, about 2 min"
-    assert rows["cmpl-3"] == "cmpl-3 stand-in background 0 parked"
+    assert rows["chatcmpl-1"] == "chatcmpl-1 interactive 70 decode stand-in"
+    assert rows["cmpl-2"] == "cmpl-2 background 0 waits, next in line, about 2 min stand-in"
+    assert rows["cmpl-3"] == "cmpl-3 background 0 parked stand-in"
     assert "572 MiB of 3.7 GiB used, 2.8 GiB available, pressure warning (CUDA0), heat fair" in done.stdout
 
 
