@@ -43,6 +43,7 @@ class Machine:
             "n_batch": known.n_batch,
             "can_trim": known.can_trim,
             "can_fork": known.can_fork,
+            "shares_cells": known.shares_cells,
             "cell_bytes": CELL_BYTES,
         }
         self.scheduler = Scheduler(SchedulerLimits(**defaults | limits), self.cache)

@@ -140,7 +140,7 @@ def test_a_mixture_that_is_too_large_streams(tmp_path: Path, machine: Any, monke
     machine(2**30, 2**30)
     options = (path, "--ctx", "256", "--slots", "1", "--margin", "0", "--device", "none", "--limit")
     monkeypatch.setattr(mapped, "read_speed", lambda _: 3.0 * MIB)
-    code, found = record(*options, whole * 9 // 10)
+    code, found = record(*options, limits.SERVER_BYTES + whole * 9 // 10)
     experts = found["experts"]
     assert (code, found["verdict"]) == (0, "streams")
     assert (experts["bytes"], experts["active_bytes"]) == (12 * MIB, 12 * MIB * 2 // 16)
@@ -149,10 +149,10 @@ def test_a_mixture_that_is_too_large_streams(tmp_path: Path, machine: Any, monke
     assert experts["read_bytes_per_token"] == round(experts["active_bytes"] * left)
     assert experts["disk_tokens_per_s"] == round(3 * MIB / (experts["active_bytes"] * left), 2)
     monkeypatch.setattr(mapped, "read_speed", lambda _: 0.0)
-    code, output = run(*options, whole * 9 // 10)
+    code, output = run(*options, limits.SERVER_BYTES + whole * 9 // 10)
     assert "streams: it loads, and reads experts from the disk as they are needed" in output
     assert "of experts from the disk, whose speed could not be measured" in output
-    assert record(*options, whole // 4)[1]["verdict"] == "too_large"
+    assert record(*options, limits.SERVER_BYTES + whole // 4)[1]["verdict"] == "too_large"
 
 
 def test_options_change_what_is_planned(model: Path, machine: Any) -> None:
@@ -348,3 +348,16 @@ def test_a_plan_says_whether_the_model_sees(
     found = json.loads(run(path, "--json")[1])
     assert "projector" not in found["bytes"]
     assert found["pictures_reason"].startswith("mlx-vlm is not installed")
+
+
+def test_the_limit_is_shown_whole_and_what_stoker_itself_takes_beside_it(model: Path, machine: Any) -> None:
+    """SPEC R2: models have what is left of it, as where a server judges."""
+    machine(6 * 2**30, 8 * 2**30)
+    limit = limits.SERVER_BYTES + needed(model, n_ctx=2048) * 10 // 9 + 1
+    options = (model, "--ctx", "2048", "--margin", "0", "--limit")
+    code, found = record(*options, limit)
+    assert (code, found["limit_bytes"], found["own_bytes"]) == (0, limit, limits.SERVER_BYTES)
+    assert found["free_bytes"] == limit - limits.SERVER_BYTES
+    assert record(*options, needed(model, n_ctx=512, num_slots=1))[1]["verdict"] == "too_large"
+    _, output = run(*options, limits.SERVER_BYTES // 2)
+    assert "Stoker itself takes 60 MiB, and 0 B have to stay free" in output

@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 
 from stoker.cli.app import app
 from stoker.cli.commands import ps
-from stoker.cli.tables import print_line
+from stoker.cli.tables import print_line, print_table
 from terminal import Terminal
 from tiny_models import write_llama
 
@@ -110,6 +110,31 @@ def test_ps_shows_ids_whole(columns, num_models, capsys, monkeypatch):
         assert whole in shown
     assert "…" not in shown
     assert max(map(len, shown.splitlines())) <= columns
+
+
+def shown_table(columns, header, rows, *, is_terminal=True):
+    """What `print_table` shows of it, without colours."""
+    console = Console(width=columns, force_terminal=is_terminal, file=io.StringIO(), soft_wrap=True)
+    print_table(console, header, rows, ["red"])
+    return Text.from_ansi(console.file.getvalue()).plain.splitlines()
+
+
+def test_a_table_that_is_too_wide_has_its_names_above_their_rows():
+    """T10: of whatever columns; nothing is lost, and nothing but a name or a reason is beyond the edge."""
+    rows = [("a-long-name", "one", "why"), ("b", "two", ""), ("", "three", "x")]
+    wide = [
+        "name         kind   reason",
+        "a-long-name  one    why",
+        "b            two",
+        "             three  x",
+    ]
+    assert shown_table(40, ("name", "kind", "reason"), rows) == wide
+    narrow = ["name", "  kind", "a-long-name", "  one", "  why", "b", "  two", "  three", "  x"]
+    assert shown_table(15, ("name", "kind", "reason"), rows) == narrow
+    assert shown_table(15, ("name", "kind", "reason"), rows, is_terminal=False)[0] == "name         kind"
+    assert shown_table(9, ("a",), [("abcdefgh",)]) == ["a", "abcdefgh"]
+    assert shown_table(9, ("a", "b"), [("a-name-of-more", "why")]) == ["a", "a-name-of-more", "  why"]
+    assert shown_table(9, ("a", "b"), []) == ["a  b"]
 
 
 def test_a_pipe_gets_a_row_a_line(tmp_path, monkeypatch):

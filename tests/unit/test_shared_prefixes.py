@@ -420,6 +420,22 @@ def test_a_budget_holds_for_all_machines(machines: Any, folder: str) -> None:
     assert second.counts["lost"] == 1
 
 
+def test_a_put_is_not_due_before_there_is_rest_and_a_get_is(machines: Any, folder: str) -> None:
+    """SPEC C19: what waits until nobody computes wakes nobody before; who waits for it is not held up."""
+    machine = machines(folder)
+    machine.run()
+    tier = machine.loop._store.cache.shared
+    machine.until(lambda: tier._due_s)
+    machine.until(lambda: tier._looking_s is None)
+    put_s = min(tier._due_s.values())
+    assert tier.next_due_s(0.0) == put_s
+    later_s = put_s + 0.1
+    assert tier.next_due_s(later_s) == later_s
+    tier._gets[next(iter(tier._due_s))] = put_s - 1.0
+    assert tier.next_due_s(later_s) == put_s - 1.0
+    tier._gets.clear()
+
+
 def test_fsspec_is_imported_only_where_there_is_a_store(tmp_path: Path) -> None:
     """C19: without the setting nothing of it is there."""
     loop = EngineLoop(Inbox(), [].extend, config_of(EngineSettings(isolation="thread", cache_dir=tmp_path)))

@@ -144,7 +144,7 @@ class PrefixStore:
     def next_due_s(self, rest_s: float = 0.0) -> float | None:
         """When the next write is due, or the shared store is to be looked at; None: neither.
 
-        Until `rest_s` the engine is busy: no write is due before.
+        Until `rest_s` the engine is busy: what is written all the same is looked at when something comes.
         """
         due_s = None if self._shared is None else self._shared[0].next_due_s(rest_s)
         write_due_s = self.cache.disk.next_due_s()

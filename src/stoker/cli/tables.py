@@ -46,18 +46,21 @@ def print_table(
     rows = [[_shown(cell) for cell in row] for row in rows]
     widths = [max(len(name), *(cell_len(row[at]) for row in rows), 0) for at, name in enumerate(header)]
     is_beside = sum(widths) + _GAP * len(widths) <= console.width
-    end = len(header) if is_beside else len(header) - 1
-    is_above = end > 1 and sum(widths[:end]) + _GAP * (end - 1) > console.width
+    end = len(header) if is_beside else max(1, len(header) - 1)
+    is_too_wide = sum(widths[:end]) + _GAP * (end - 1) > console.width
+    is_above = is_too_wide and end > 1 and console.is_terminal
     start, indent = (1, " " * _GAP) if is_above else (0, "")
     needed = sum(widths[start:end]) + _GAP * (end - start)
     lines = _lines(console, needed, header[start:end], [row[start:end] for row in rows], styles)
     own_styles = ["bold", *styles, *[""] * len(rows)]
     for at, line in enumerate(lines):
         row = rows[at - 1] if at else header
-        if is_above:
+        if is_above and row[0]:
             console.print(row[0], style=own_styles[at])
-        console.print(Text.assemble(indent, Text.from_ansi(line.rstrip())))
-        if at and row[-1] and not is_beside:
+        shown = Text.assemble(indent, Text.from_ansi(line))
+        shown.rstrip()
+        console.print(shown)
+        if at and row[-1] and end < len(header):
             console.print(f"{'':{_GAP}}{row[-1]}", style="dim")
 
 

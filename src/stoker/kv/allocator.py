@@ -536,11 +536,11 @@ class KVAllocator:
             ops.append(Drop(slot.id))
 
     def _cut(self, slot: Slot, length: int, ops: list[KVOp]) -> None:
-        """Keep the first tokens of an idle slot; if many more go, they are stored first."""
+        """Keep the first tokens of an idle slot; if many more go, or few stay, it is stored first."""
         if length == 0:
             self._clear(slot, ops)
         elif length < len(slot.kept):
-            if slot.is_unstored and len(slot.kept) - length >= MIN_TOKENS:
+            if slot.is_unstored and (length < MIN_TOKENS or len(slot.kept) - length >= MIN_TOKENS):
                 self._store(slot, ops)
             slot.keep(slot.kept[:length])
             self._shorten(slot, length)

@@ -55,7 +55,10 @@ class CellPool:
         return sum(spans.values())
 
     def num_before(self, seq: int) -> int:
-        """Cells before the first of a sequence at most: those in use when it was taken, as the lowest is."""
+        """Cells that were in use when the first of a sequence was taken: it lies no further back than that.
+
+        A pool gives the lowest that is free.
+        """
         spans = self._spans.get(seq)
         return spans[0].num_before if spans else 0
 
@@ -124,7 +127,7 @@ class CellPool:
             return
         if length == 0:
             return
-        tail = _Span(span.length - length, span.num_refs, span.num_before + length)
+        tail = _Span(span.length - length, span.num_refs, span.num_before)  # asked of first ones alone
         span.length = length
         for held in self._spans.values():
             if span in held:
@@ -141,6 +144,7 @@ class SchedulerLimits:
         num_cells: tokens that all sequences may hold together.
         n_batch: tokens a step may carry.
         max_prompt_rows: rows of logits one prompt may ask for in a step.
+        shares_cells: what forks share they have once, without a copy.
         is_on_device: steps are computed beside the loop, and cost more where their shape changes.
         has_streams: each sequence has cells of its own, and those of others cost a step nothing.
         tiles: what prompts cost where they are computed in tiles; None: it grows evenly.
@@ -160,6 +164,7 @@ class SchedulerLimits:
     max_prompt_rows: int = 64
     can_trim: bool = True
     can_fork: bool = True
+    shares_cells: bool = False
     has_streams: bool = False
     is_on_device: bool = False
     tiles: Tiles | None = None

@@ -62,8 +62,9 @@ class PrefixSource:
         if not (mode.keeps_snapshots and sequence.shares) or sequence.wants_prompt_logits:
             return None
         key, is_exact = self._key(sequence.tokens), not self.limits.can_trim
+        least = num_live + self.least_gain if num_live >= MIN_TOKENS else max(num_live, self.least_gain)
         for hit in self.cache.index.find(sequence.namespace, key, is_exact=is_exact):
-            if hit.num_tokens < num_live + self.least_gain:
+            if hit.num_tokens < least:
                 return None
             most = min(num_cells(), hit.num_tokens * MAX_IMPORT)
             if hit.entry.num_tokens <= most and self.cache.can_fetch(hit.entry):

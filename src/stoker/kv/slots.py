@@ -16,8 +16,11 @@ from stoker.cache.radix import common_prefix
 from stoker.kv.cells import CellPool, SchedulerLimits
 from stoker.kv.sequence import ParkForm, Sequence
 
+FEW_TOKENS = 4
+"""Tokens in common from which cells are shared: a template's head has them, texts that only begin with the
+same token have not."""
 FIRST_CELLS = 256
-"""Cells of a pool that every step walks over, whatever lies there. Further back a few shared tokens could
+"""Cells of a pool that every step walks over, whatever lies there. Further back fewer than `MIN_TOKENS` could
 cost more than they save: while they are in use each step walks up to them."""
 
 
@@ -106,7 +109,7 @@ class SlotTable:
     def __init__(self, limits: SchedulerLimits, cells: CellPool) -> None:
         self._limits, self._cells = limits, cells
         self.least_copied = MIN_TOKENS
-        self._forks_freely = limits.can_fork and limits.can_trim and not limits.has_streams
+        self._shares_few = limits.shares_cells and limits.can_trim and not limits.has_streams
         self.num_slots = limits.num_slots
         self.slots = [Slot(number) for number in range(max(limits.num_slots, limits.num_sequences))]
         self.running: list[Sequence] = []
@@ -191,7 +194,7 @@ class SlotTable:
                 held, num_held = holder.tokens, holder.num_computed
             least = max(num_best, self._least(slot, sequence))
             if num_held < least or most < least or held[least - 1] != tokens[least - 1]:
-                continue  # most slots: many that arrive at once are compared with all there are
+                continue  # many that arrive at once are compared with all there are
             length = self._num_reusable(slot, sequence)
             if length and (best is None or (length, slot.is_idle) > (best[1], best[0].is_idle)):
                 best, num_best = (slot, length), length
@@ -208,12 +211,17 @@ class SlotTable:
         length = min(common_prefix(held, asker.tokens, slot.num_tokens), len(asker.tokens) - 1)
         if length < self._least(slot, asker) or (not self._limits.can_trim and length != slot.num_tokens):
             return 0
+        is_few = length < MIN_TOKENS and asker.leader is None
+        if is_few and self._cells.num_before(slot.id) + length > FIRST_CELLS:
+            return 0
         return length
 
     def _least(self, slot: Slot, asker: Sequence) -> int:
         """Tokens in common from which on it takes what a slot keeps, or holds for another."""
-        if asker.leader is not None or (self._forks_freely and self._cells.num_before(slot.id) < FIRST_CELLS):
-            return 1  # what a template puts before each first message is computed once, however short
+        if asker.leader is not None:
+            return 1
+        if self._shares_few:
+            return FEW_TOKENS
         return MIN_TOKENS if slot.holder is None else self.least_copied
 
     def _may_take(self, owner: Sequence, asker: Sequence) -> bool:
@@ -236,7 +244,7 @@ class SlotTable:
         """
         if source is not None and source[0].is_idle:
             slot, length = source
-            if length >= MIN_TOKENS or not self._forks_freely:
+            if length >= MIN_TOKENS or not self._shares_few:
                 return SlotPlacement(slot.id, slot.id, length)
         vacant = self.vacant()
         if vacant is None:

@@ -24,6 +24,7 @@ from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from stoker.cache.entry import MIN_TOKENS
 from stoker.cache.radix import common_prefix
 from stoker.ipc.request import Priority, check_queue
 from stoker.kv.sequence import Hindrance, ParkForm, PrefixFollow, Sequence, SequenceState
@@ -240,7 +241,8 @@ class PrefixWait:
             return False
         if not any(other.state is SequenceState.PREFILL for other in running):
             return False
-        least = num_at_hand + self._allocator.slots.least_copied
+        known = num_at_hand if num_at_hand >= MIN_TOKENS else 0  # few are no reason to compute the rest twice
+        least = known + self._allocator.slots.least_copied
         follow = leader_for(sequence, running, least)
         if follow is None:
             return False

@@ -555,6 +555,7 @@ def _capabilities(  # noqa: PLR0913, PLR0917 - likewise
         trial_token_s=faults.token_delay_s if placement.gpu_layers in range(1, NUM_LAYERS) else 0.0,
         can_trim=not is_recurrent,
         can_fork=not is_recurrent,
+        shares_cells=not is_recurrent,
         fingerprint=_digest(kind),
         state_layout=STATE_LAYOUT if is_recurrent else (),
         has_vision=faults.vision > 0,

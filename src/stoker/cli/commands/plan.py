@@ -43,7 +43,10 @@ _MEANINGS = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Plan:
-    """What is shown. `estimate` and `spec` are of the form it would be loaded in, else of the smallest."""
+    """What is shown. `estimate` and `spec` are of the form it would be loaded in, else of the smallest.
+
+    `budget` is what is left for models of `limit_bytes`, beside the `own_bytes` that Stoker itself takes.
+    """
 
     fit: str
     spec: ModelSpec
@@ -51,6 +54,8 @@ class _Plan:
     fallbacks: tuple[str, ...] = ()
     estimate: Estimate
     budget: MemoryBudget
+    limit_bytes: int
+    own_bytes: int
     tier: str
     n_ctx_train: int
     disk_bytes_per_s: float = 0.0
@@ -141,9 +146,11 @@ def _plan(settings: EngineSettings, model: str | None, mmproj: Path | None) -> _
     devices, spec = chosen_devices(spec.placement, there), with_device_ids(spec, there)
     on_host = without_devices(whole.ways[0], spec)
     profile = read_limits(settings.memory_limit, own_bytes=SERVER_BYTES)
+    limit_bytes = effective_limit(profile)
+    left_bytes = max(0, limit_bytes - SERVER_BYTES)
     budget = MemoryBudget(
-        free_bytes=profile.available_bytes,
-        limit_bytes=effective_limit(profile),
+        free_bytes=min(profile.available_bytes, left_bytes),
+        limit_bytes=left_bytes,
         margin_bytes=settings.memory_margin,
         devices=tuple(_device_budgets(devices, settings.memory_margin)),
     )
@@ -156,7 +163,7 @@ def _plan(settings: EngineSettings, model: str | None, mmproj: Path | None) -> _
         fit, reason = INSUFFICIENT, error.message
     else:
         fit = str(Fit.DEGRADED) if on_host and fitted.fit in {Fit.FITS, Fit.TIGHT} else str(fitted.fit)
-        reason = _MEANINGS.get(fit) or _why_too_large(fitted.estimate, budget)
+        reason = _MEANINGS.get(fit) or _why_too_large(fitted.estimate, budget, limit_bytes)
     return _Plan(
         fit=fit,
         spec=fitted.spec,
@@ -164,6 +171,8 @@ def _plan(settings: EngineSettings, model: str | None, mmproj: Path | None) -> _
         fallbacks=tuple(way.served_by for way in whole.fallbacks),
         estimate=fitted.estimate,
         budget=budget,
+        limit_bytes=limit_bytes,
+        own_bytes=SERVER_BYTES,
         tier=tier,
         n_ctx_train=file.n_ctx_train,
         disk_bytes_per_s=read_speed(spec.path) if fitted.estimate.experts.is_streamed else 0.0,
@@ -200,12 +209,12 @@ def _device_budgets(devices: tuple[Device, ...], margin_bytes: int) -> Iterator[
         )
 
 
-def _why_too_large(least: Estimate, budget: MemoryBudget) -> str:
+def _why_too_large(least: Estimate, budget: MemoryBudget, limit_bytes: int) -> str:
     needed = f"it needs {size_text(least.host_bytes(budget.devices))} at the least"
     if budget.most_bytes:
         return f"{needed}; a model may take {size_text(budget.most_bytes)} here"
-    limit, margin = size_text(budget.limit_bytes), size_text(budget.margin_bytes)
-    return f"{needed}; the limit of {limit} leaves nothing beside the margin of {margin} that stays free"
+    limit, own, margin = map(size_text, (limit_bytes, limit_bytes - budget.limit_bytes, budget.margin_bytes))
+    return f"{needed}; of the limit of {limit} Stoker itself takes {own}, and {margin} have to stay free"
 
 
 def _found(settings: EngineSettings, model: str | None, mmproj: Path | None) -> tuple[ModelSpec, ModelFile]:
@@ -252,7 +261,8 @@ def _as_record(found: _Plan) -> dict[str, object]:
         "total_bytes": found.estimate.total_bytes,
         "free_bytes": found.budget.free_bytes,
         "margin_bytes": found.budget.margin_bytes,
-        "limit_bytes": found.budget.limit_bytes,
+        "own_bytes": found.own_bytes,
+        "limit_bytes": found.limit_bytes,
         "tier": found.tier,
         "calibration": list(found.calibration),
         "experts": {
@@ -353,7 +363,9 @@ def _table(found: _Plan) -> Table:
     memories: tuple[MemoryBudget | DeviceBudget, ...] = (budget, *budget.devices)
     table.add_row("free", *_sizes(*(each.free_bytes for each in memories)), style="dim")
     table.add_row("margin", *_sizes(*(each.margin_bytes for each in memories)), style="dim")
-    table.add_row("limit", *_sizes(*(each.limit_bytes for each in memories)), style="dim")
+    table.add_row("Stoker", size_text(found.own_bytes), style="dim")
+    limits = (found.limit_bytes, *(each.limit_bytes for each in budget.devices))
+    table.add_row("limit", *_sizes(*limits), style="dim")
     table.add_row("tier", found.tier, style="dim")
     return table
 

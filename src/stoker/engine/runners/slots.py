@@ -378,6 +378,7 @@ def scheduler_limits(spec: ModelSpec, backend: Backend) -> SchedulerLimits:
         max_prompt_rows=max(1, PROMPT_ROWS_BYTES // (4 * limits.n_vocab)),
         can_trim=limits.can_trim,
         can_fork=limits.can_fork,
+        shares_cells=limits.shares_cells,
         is_on_device=limits.is_async,
         has_streams=limits.kv_layout is KVLayout.STREAMS,
         tiles=backend.extensions.tiles,
