@@ -8,6 +8,7 @@ import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from threading import Event
+from time import sleep
 from typing import TYPE_CHECKING
 
 import pytest
@@ -94,3 +95,30 @@ def test_headers_of_models_that_were_named_are_read_before_anything_is_told(
     assert read == [path]
     assert models.open(str(path)).describe().architecture == "llama"
     assert read == [path]
+
+
+def test_a_header_that_several_ask_for_at_once_is_read_once(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """SPEC L10: on any Python; since 3.12 a cached property may be computed twice at a time."""
+    begun, goes_on, read = Event(), Event(), []
+
+    def slow(path: Path) -> GgufHeader:
+        read.append(path)
+        begun.set()
+        goes_on.wait(60)
+        return read_header(path)
+
+    monkeypatch.setattr(reader, "read_header", slow)
+    model = reader.GgufReader(write_tiny(tmp_path / "t.gguf"))
+    with ThreadPoolExecutor(2) as pool:
+        first = pool.submit(lambda: model.header)
+        begun.wait(60)
+        second = pool.submit(lambda: model.header)
+        for _ in range(200):
+            if len(read) > 1:
+                break
+            sleep(0.001)
+        goes_on.set()
+        assert first.result() is second.result()
+    assert len(read) == 1

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from functools import cached_property
 from pathlib import Path
+from threading import Lock
 from typing import TYPE_CHECKING
 
 from stoker.backends.device import CPU
@@ -28,10 +29,11 @@ if TYPE_CHECKING:
 
 
 class GgufReader:
-    """A model file; its header is read when it is first asked for."""
+    """A model file; its header is read when it is first asked for, by whichever thread."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
+        self._reading = Lock()
 
     def __repr__(self) -> str:
         return f"<GgufReader {self._path}>"
@@ -42,9 +44,14 @@ class GgufReader:
         refuse_partial(self._path)
         return fingerprint(self._path)
 
-    @cached_property
+    @property
     def header(self) -> GgufHeader:
         """Its header. Raises ModelFileError, UnsupportedError."""
+        with self._reading:  # several ask while an engine starts, and it takes a tenth of a second
+            return self._header
+
+    @cached_property
+    def _header(self) -> GgufHeader:
         return read_header(self._path)
 
     def describe(self) -> ModelDescription:
