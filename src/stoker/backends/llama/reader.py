@@ -47,7 +47,7 @@ class GgufReader:
     @property
     def header(self) -> GgufHeader:
         """Its header. Raises ModelFileError, UnsupportedError."""
-        with self._reading:  # several ask while an engine starts, and it takes a tenth of a second
+        with self._reading:  # several ask while an engine starts
             return self._header
 
     @cached_property
