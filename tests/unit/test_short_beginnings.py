@@ -208,10 +208,10 @@ def test_what_is_apart_stays_apart():
     assert second.num_cached == 0
 
 
-@pytest.mark.parametrize("limits", [{"has_streams": True}, {"can_trim": False}, {"shares_cells": False}])
+@pytest.mark.parametrize("limits", [{"has_streams": True}, {"can_trim": False}, {}])
 def test_where_sharing_copies_or_is_not_possible_it_is_computed(limits):
     """SPEC C3, C15."""
-    machine = Machine(**limits)
+    machine = Machine(shares_cells=False, **limits)
     machine.chat("x")
     machine.finish()
     second = machine.chat("y")

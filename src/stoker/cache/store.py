@@ -146,11 +146,9 @@ class PrefixStore:
 
         Until `rest_s` the engine is busy: what is written all the same is looked at when something comes.
         """
-        due_s = None if self._shared is None else self._shared[0].next_due_s(rest_s)
-        write_due_s = self.cache.disk.next_due_s()
-        if write_due_s is not None:
-            write_due_s = max(rest_s, write_due_s)
-        return min((at for at in (due_s, write_due_s) if at is not None), default=None)
+        tiers = (self.cache.disk, self._shared[0]) if self._shared else (self.cache.disk,)
+        due = [tier.next_due_s(rest_s) for tier in tiers]
+        return min((at for at in due if at is not None), default=None)
 
     @property
     def is_saved(self) -> bool:

@@ -144,7 +144,7 @@ class SchedulerLimits:
         num_cells: tokens that all sequences may hold together.
         n_batch: tokens a step may carry.
         max_prompt_rows: rows of logits one prompt may ask for in a step.
-        shares_cells: what forks share they have once, without a copy.
+        shares_cells: what forks share they have once, without a copy, and any part of it can be trimmed off.
         is_on_device: steps are computed beside the loop, and cost more where their shape changes.
         has_streams: each sequence has cells of its own, and those of others cost a step nothing.
         tiles: what prompts cost where they are computed in tiles; None: it grows evenly.

@@ -109,7 +109,6 @@ class SlotTable:
     def __init__(self, limits: SchedulerLimits, cells: CellPool) -> None:
         self._limits, self._cells = limits, cells
         self.least_copied = MIN_TOKENS
-        self._shares_few = limits.shares_cells and limits.can_trim and not limits.has_streams
         self.num_slots = limits.num_slots
         self.slots = [Slot(number) for number in range(max(limits.num_slots, limits.num_sequences))]
         self.running: list[Sequence] = []
@@ -220,7 +219,7 @@ class SlotTable:
         """Tokens in common from which on it takes what a slot keeps, or holds for another."""
         if asker.leader is not None:
             return 1
-        if self._shares_few:
+        if self._limits.shares_cells:
             return FEW_TOKENS
         return MIN_TOKENS if slot.holder is None else self.least_copied
 
@@ -244,7 +243,7 @@ class SlotTable:
         """
         if source is not None and source[0].is_idle:
             slot, length = source
-            if length >= MIN_TOKENS or not self._shares_few:
+            if length >= MIN_TOKENS or not self._limits.shares_cells:
                 return SlotPlacement(slot.id, slot.id, length)
         vacant = self.vacant()
         if vacant is None:

@@ -168,7 +168,7 @@ class Capabilities:
     encoder-decoder begins with; None: it is none. `adapters` are name and fingerprint of each LoRA adapter.
     `pairing` and `pairing_reason` say how the model stands with its projector (SPEC V1), `hears_hz` at how
     many samples a second it takes recordings (SPEC V9), all as in `ModelInfo`.
-    `shares_cells`: a fork copies nothing, its cells are those of its source.
+    `shares_cells`: a fork copies nothing, its cells are those of its source; not without `can_trim`.
     `is_async`: `launch` returns while the device still computes. `trial_token_s` is what a token took in a
     trial of where it lies now; 0: that was not measured. `is_repeatable` is as in `ModelInfo`;
     `repeatable_cost` how much longer a step takes for it as a trial has measured it, 0.15 being 15 %, and

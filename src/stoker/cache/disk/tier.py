@@ -137,11 +137,11 @@ class DiskTier:
         """Whether it is being written."""
         return entry is self._writing
 
-    def next_due_s(self) -> float | None:
-        """When the next entry is due; None: none is, or one is being written."""
+    def next_due_s(self, rest_s: float = 0.0) -> float | None:
+        """When the next entry is due, not before `rest_s`; None: none is, or one is being written."""
         if self._writing is not None:
             return None
-        return min((at for entry, at in self._due_s.items() if not entry.leases), default=None)
+        return min((max(at, rest_s) for entry, at in self._due_s.items() if not entry.leases), default=None)
 
     # ------------------------------------------------------------ entries
 
