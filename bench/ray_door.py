@@ -34,19 +34,17 @@ def free_port() -> int:
 
 
 @contextlib.contextmanager
-def door(model: str, slots: int) -> Iterator[str]:
+def door(model: str, slots: int, ingress: str) -> Iterator[str]:
     """A door with one replica behind it; gives its URL."""
     os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
     import ray  # noqa: PLC0415 - reads its environment then
     from ray import serve  # noqa: PLC0415
-    from ray.serve.schema import LoggingConfig  # noqa: PLC0415
 
-    from stoker.ray.deploy import CONTROLLER, build  # noqa: PLC0415
-    from stoker.ray.site import RaySettings, RaySite  # noqa: PLC0415
+    from stoker.ray.deploy import deploy  # noqa: PLC0415
+    from stoker.ray.site import Ingress, RaySettings, RaySite  # noqa: PLC0415
 
-    port, quiet = free_port(), LoggingConfig(enable_access_log=False)
-    engine = EngineSettings(models=(model,), slots=slots)
-    site = RaySite(engine, ServerSettings(), RaySettings(cpus=0.1, door_cpus=0.1))
+    engine, table = EngineSettings(models=(model,), slots=slots), RaySettings(cpus=0.1, door_cpus=0.1)
+    site = RaySite(engine, ServerSettings(port=free_port()), table.replace(ingress=Ingress(ingress)))
     ray.init(
         address="local",
         num_cpus=1,
@@ -56,10 +54,7 @@ def door(model: str, slots: int) -> Iterator[str]:
         logging_level=logging.ERROR,
     )
     try:
-        http = {"host": "127.0.0.1", "port": port}
-        serve.start(http_options=http, logging_config=quiet, controller_options=CONTROLLER)
-        serve.run(build(site.as_args()), name="bench", logging_config=quiet)
-        yield f"http://127.0.0.1:{port}"
+        yield deploy(site, lambda _line: None)
     finally:
         serve.shutdown()  # type: ignore[no-untyped-call]
         ray.shutdown()
@@ -74,10 +69,11 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=4, help="crowds each way")
     parser.add_argument("--firsts", type=int, default=40, help="single requests each way")
     parser.add_argument("--slots", type=int, default=32, help="of the server and of the replica")
+    parser.add_argument("--ingress", default="auto", help="how HTTP comes to the door: auto, door, proxy")
     given = parser.parse_args()
     with (
         command("serve", "--model", given.model, "--slots", str(given.slots)) as direct,
-        door(given.model, given.slots) as site,
+        door(given.model, given.slots, given.ingress) as site,
     ):
         found = asyncio.run(measured({"direct": direct, "ray": site}, given))
     print(json.dumps(found))

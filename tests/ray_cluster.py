@@ -23,6 +23,7 @@ STORE_BYTES = 80 * 2**20  # Ray takes no less
 APP = "site"
 REPLICA, DOOR = "StokerReplica", "Door"
 ENDS_S = 20.0
+STOP_S = 5.0  # of a door
 NUM_STARTS = 2
 """Ray gives a start up by itself where a machine is so busy that its own limits pass."""
 
@@ -141,8 +142,7 @@ def main() -> None:
         logging_level=logging.ERROR,
     )
     quiet = LoggingConfig(enable_access_log=False)
-    http = {"host": "127.0.0.1", "port": given["port"]}
-    serve.start(http_options=http, logging_config=quiet, controller_options=CONTROLLER)
+    serve.start(proxy_location="Disabled", logging_config=quiet, controller_options=CONTROLLER)
     few: dict[str, Any] = {
         "max_ongoing_requests": 10_000,
         "graceful_shutdown_wait_loop_s": 0.1,
@@ -152,9 +152,10 @@ def main() -> None:
     replicas = serve.deployment(StokerReplica).options(
         name=REPLICA, num_replicas=given["replicas"], request_router_config=router, **few
     )
-    doors = serve.deployment(serve.ingress()(Door)).options(name=DOOR, **few)
-    app = doors.bind(replicas.bind(given["engine"]), given["gate"], given["door"])
-    serve.run(app, name=APP, logging_config=quiet)
+    doors = serve.deployment(Door).options(name=DOOR, **few)
+    server = given["door"] | {"port": given["port"]}
+    app = doors.bind(replicas.bind(given["engine"]), given["gate"], server, STOP_S)
+    serve.run(app, name=APP, route_prefix=None, logging_config=quiet)
     print("ready", flush=True)  # noqa: T201 - what the test waits for
     sys.stdin.read()
     serve.shutdown()

@@ -15,6 +15,7 @@ from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import httpx
 import psutil
@@ -30,10 +31,12 @@ port = {port}
 slots = {slots}
 run_dir = "{folder}/run"
 cache_dir = "{folder}/cache"
+{server}
 [models.story]
 file = "fake:eog_period=0,step_delay_s=0.02"
 [ray]
 name = "tested"
+ingress = "{ingress}"
 min_replicas = {least}
 max_replicas = {most}
 cpus = 0.2
@@ -50,21 +53,28 @@ class Cluster:
 
     Attributes:
         address: of its head.
-        port: of its HTTP proxies, which stays once a site was deployed.
+        port: of its sites, which Ray's proxies keep once they have it.
     """
 
     address: str
     port: int
 
 
-@pytest.fixture(scope="module")
-def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    """One for all tests."""
+@contextlib.contextmanager
+def new_cluster(folder: Path) -> Iterator[Cluster]:
+    """One on which nothing was deployed."""
     with socket.socket() as one:
         one.bind(("127.0.0.1", 0))
         port = one.getsockname()[1]
-    with ray_head(tmp_path_factory.mktemp("ray")) as address:
+    with ray_head(folder) as address:
         yield Cluster(address, port)
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    """One for all tests but those of Ray's proxies."""
+    with new_cluster(tmp_path_factory.mktemp("ray")) as one:
+        yield one
 
 
 class DeployedSite:
@@ -79,11 +89,13 @@ class DeployedSite:
         self._cluster, self._folder = cluster, folder
         self.url = f"http://127.0.0.1:{cluster.port}"
 
-    async def deploy(self, *, slots: int = 2, least: int = 1, most: int = 1) -> str:
-        """What the command says."""
+    async def deploy(
+        self, *, slots: int = 2, least: int = 1, most: int = 1, ingress: str = "auto", server: str = ""
+    ) -> str:
+        """What the command says; `server`: more settings of the server."""
         file = self._folder / "site.toml"
         own = {"port": self._cluster.port, "folder": self._folder}
-        text = FILE.format(slots=slots, least=least, most=most, **own)
+        text = FILE.format(slots=slots, least=least, most=most, ingress=ingress, server=server, **own)
         file.write_text(text, encoding="utf-8")
         return await self.run("deploy", str(file))
 
@@ -101,7 +113,7 @@ class DeployedSite:
 
 
 @asynccontextmanager
-async def deployed(cluster: Cluster, folder: Path, **how: int) -> AsyncIterator[DeployedSite]:
+async def deployed(cluster: Cluster, folder: Path, **how: Any) -> AsyncIterator[DeployedSite]:
     """A site that is deleted at the end."""
     site = DeployedSite(cluster, folder)
     assert (await site.deploy(**how)).strip() == site.url
@@ -165,15 +177,48 @@ async def test_replicas_come_for_people_who_wait_and_go_again(cluster: Cluster, 
         assert [text for text, _ in found[:6]] == [text[:300] for text, _ in long]
 
 
-async def test_what_ray_starts_has_the_quick_way_between_its_processes(
-    cluster: Cluster, tmp_path: Path
-) -> None:
-    """P42: on a cluster that was started without it too."""
-    async with deployed(cluster, tmp_path):
-        found = {kind: environments_of(f"ray::{kind}") for kind in ("ProxyActor", "ServeReplica:tested")}
+async def test_what_ray_starts_has_the_quick_way_between_its_processes(tmp_path: Path) -> None:
+    """P42, P43: on a cluster that was started without it too; Ray's proxies answer there, and stay."""
+    kinds = ("ProxyActor", "ServeReplica:tested")
+    with new_cluster(tmp_path) as cluster:
+        async with deployed(cluster, tmp_path, ingress="proxy") as site:
+            found = {kind: environments_of(f"ray::{kind}") for kind in kinds}
+            await site.deploy(ingress="auto")
+            async with httpx.AsyncClient(base_url=site.url, timeout=WAIT_S) as http:
+                assert (await http.get("/-/healthz")).status_code == 200
+                assert (await told(http, 1, 20))[1] == ["length"]
     assert {one.get("RAY_SERVE_PROXY_USE_GRPC") for one in found["ProxyActor"]} == {"1"}
     own_loop = [one.get("RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD") for one in found["ServeReplica:tested"]]
     assert own_loop == ["0", "0"]
+
+
+async def test_another_door_takes_over_the_port_before_the_old_one_goes(
+    cluster: Cluster, tmp_path: Path
+) -> None:
+    """P43: no request is refused meanwhile, and what the old one has ends there."""
+    async with (
+        deployed(cluster, tmp_path) as site,
+        httpx.AsyncClient(base_url=site.url, timeout=WAIT_S) as http,
+    ):
+        assert environments_of("ray::ProxyActor") == []
+        long = asyncio.ensure_future(told(http, 1, 1000))
+        is_over = asyncio.Event()
+
+        async def again_and_again() -> list[list[str]]:
+            found = []
+            while not is_over.is_set():
+                async with httpx.AsyncClient(base_url=site.url, timeout=WAIT_S) as one:  # a new connection
+                    found.append((await told(one, 2, 3))[1])
+            return found
+
+        asking = asyncio.ensure_future(again_and_again())
+        await site.deploy(server="strict = true")
+        async with asyncio.timeout(WAIT_S):
+            while (await http.post("/v1/completions", json={"prompt": "a", "maxx": 1})).status_code != 400:  # noqa: ASYNC110 - another program's
+                await asyncio.sleep(POLL_S)
+        is_over.set()
+        assert {tuple(ends) for ends in await asking} == {("length",)}
+        assert (await long)[1] == ["length"]
 
 
 async def test_a_rolling_update_under_streams_loses_none(cluster: Cluster, tmp_path: Path) -> None:

@@ -23,9 +23,9 @@ from ray import serve
 from ray.serve.config import AutoscalingConfig, AutoscalingPolicy, RequestRouterConfig
 
 from stoker.errors import InvalidRequestError, MachineSetupError
-from stoker.ray.door import Door
+from stoker.ray.door import Door, ProxiedDoor
 from stoker.ray.replica import StokerReplica
-from stoker.ray.site import RaySite, digest_of, site_of
+from stoker.ray.site import Ingress, RaySite, digest_of, site_of
 
 if TYPE_CHECKING:
     from ray.serve import Application
@@ -61,6 +61,8 @@ REACH_S = 5.0
 POLL_S = 0.5
 ANSWER_S = 10.0
 """In which the door answers at the address of the site once everything runs."""
+CLOSE_S = 10.0
+"""What a door of its own port has beside `stop_s` and `drain_s`: to tell what is cut short, and to close."""
 _FAILED = frozenset({"DEPLOY_FAILED", "UNHEALTHY"})
 _ANY = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}  # noqa: S104 - where a server of any address is asked from here
 
@@ -93,16 +95,36 @@ def build(args: Mapping[str, Any]) -> Application:
         **_number(site),
     )
     engine = site.door_engine().model_dump(mode="json", exclude_unset=True)
-    doors = _deployment(
-        serve.ingress()(Door),
-        digest_of(engine, server),
-        name=DOOR,
-        num_replicas=site.ray.doors,
-        ray_actor_options=_actor(site.ray.door_cpus),
-        graceful_shutdown_timeout_s=site.ray.stop_s,
-    )
-    app: Application = doors.bind(replicas.bind(models), engine, server)
+    told = replicas.bind(models), engine, server
+    app: Application = _doors(site, digest_of(engine, server, _is_own(site)), told)
     return app
+
+
+def _is_own(site: RaySite) -> bool:
+    """Whether each door listens by itself."""
+    return site.ray.ingress is Ingress.DOOR
+
+
+def _doors(site: RaySite, digest: str, told: tuple[Any, ...]) -> Any:
+    """The deployment of the doors, bound to what each is told."""
+    table = site.ray
+    common = {"name": DOOR, "num_replicas": table.doors, "ray_actor_options": _actor(table.door_cpus)}
+    if not _is_own(site):
+        doors = _deployment(
+            serve.ingress()(ProxiedDoor), digest, graceful_shutdown_timeout_s=table.stop_s, **common
+        )
+        return doors.bind(*told)
+    # where a new door has room beside the old one, some door always listens
+    surge = 100 if _available("CPU") >= table.door_cpus else 0
+    limit_s = table.stop_s + site.engine.drain_s + CLOSE_S
+    doors = _deployment(Door, digest, max_surge_percent=surge, graceful_shutdown_timeout_s=limit_s, **common)
+    return doors.bind(*told, table.stop_s)
+
+
+def _available(resource: str) -> float:
+    """How much of it nobody has reserved; 0 where no cluster is connected to."""
+    found: dict[str, float] = ray.available_resources() if ray.is_initialized() else {}  # type: ignore[no-untyped-call] # Ray's
+    return found.get(resource, 0.0)
 
 
 def _deployment(kind: type[Any], digest: str, **options: Any) -> Any:
@@ -155,14 +177,14 @@ def _number(site: RaySite) -> dict[str, Any]:
 def serve_config(site: RaySite) -> str:
     """The site as a configuration of Ray Serve, for `serve deploy`, in YAML."""
     config = {
-        "proxy_location": "EveryNode",
+        "proxy_location": _proxies(site),
         "logging_config": LOGGING,
         "controller_options": CONTROLLER,
         "http_options": {"host": site.server.host, "port": site.server.port},
         "applications": [
             {
                 "name": site.ray.name,
-                "route_prefix": "/",
+                "route_prefix": _route(site),
                 "import_path": BUILDER,
                 "args": site.as_args(),
             }
@@ -170,6 +192,16 @@ def serve_config(site: RaySite) -> str:
     }
     text: str = yaml.safe_dump(config, sort_keys=False)
     return text
+
+
+def _proxies(site: RaySite) -> str:
+    """Where Serve is to have proxies, if this site is the first."""
+    return "Disabled" if _is_own(site) else "EveryNode"
+
+
+def _route(site: RaySite) -> str | None:
+    """What proxies bring to the site."""
+    return None if _is_own(site) else "/"
 
 
 # ---------------------------------------------------------------- the cluster
@@ -269,25 +301,47 @@ def deploy(site: RaySite, tell: Tell) -> str:
         name, value = ("port", server.port) if not server.port else ("ollama_port", server.second_port)
         text = f"{name}: {value} is nothing for a site, whose doors answer at one port that is known"
         raise InvalidRequestError(text, param=name)
+    url = f"http://{_ANY.get(server.host, server.host)}:{server.port}"
+    if site.ray.ingress is Ingress.AUTO:
+        site = site.with_ingress(_fitting_ingress(url))
     app = build(site.as_args())
     if short := missing_resources(site):
         tell(short)
     with _failing("Ray Serve does not start"):
         serve.start(
-            proxy_location="EveryNode",
+            proxy_location=_proxies(site),
             http_options={"host": server.host, "port": server.port},
             logging_config=LOGGING,
             controller_options=CONTROLLER,
         )
         serve.run_many(
-            [serve.RunTarget(app, name=site.ray.name)],
+            [serve.RunTarget(app, name=site.ray.name, route_prefix=_route(site))],
             wait_for_ingress_deployment_creation=False,
             wait_for_applications_running=False,
         )
     _wait(site.ray.name, tell)
-    url = f"http://{_ANY.get(server.host, server.host)}:{server.port}"
     _check_answer(url)
     return url
+
+
+def _fitting_ingress(url: str) -> Ingress:
+    """How HTTP is to come to doors at that URL: by themselves where the cluster is one machine.
+
+    Through Ray's proxies where these listen there already; Serve that runs without any can be given none.
+    """
+    status = serve.status()
+    runs_without = bool(status.applications) and not status.proxies
+    num_machines = sum(node["Alive"] for node in ray.nodes())  # type: ignore[no-untyped-call] # Ray's
+    has_one = num_machines == 1 and not (status.proxies and _is_answered_by_proxy(url))
+    return Ingress.DOOR if runs_without or has_one else Ingress.PROXY
+
+
+def _is_answered_by_proxy(url: str) -> bool:
+    """Whether a proxy of Ray listens there: of a site's door no such path is known."""
+    try:
+        return httpx.get(f"{url}/-/healthz", timeout=ANSWER_S).status_code == httpx.codes.OK
+    except httpx.HTTPError:
+        return False
 
 
 @contextlib.contextmanager
@@ -329,8 +383,8 @@ def _check_answer(url: str) -> None:
             found = str(error)
         if time.monotonic() > ends_s:
             text = (
-                f"the site runs, and does not answer at {url} ({found}): Ray Serve was started before with"
-                " another host or port, which `serve shutdown` ends"
+                f"the site runs, and does not answer at {url} ({found}): Ray Serve was started before without"
+                " proxies, or with another host or port, which `serve shutdown` ends"
             )
             raise MachineSetupError(text, param="port")
         time.sleep(POLL_S)

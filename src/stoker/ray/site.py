@@ -6,12 +6,14 @@ Needs no Ray: a file is checked, and its values are made, on any machine. What i
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import json
 import re
 import tomllib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from enum import StrEnum
 from importlib.metadata import version
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
@@ -59,12 +61,22 @@ def _resources(value: object) -> object:
     return {str(name): float(amount) for name, amount in value.items()}
 
 
+class Ingress(StrEnum):
+    """How HTTP comes to the doors: as the cluster is, at a port of each, or through Ray's proxies."""
+
+    AUTO = "auto"
+    DOOR = "door"
+    PROXY = "proxy"
+
+
 class RaySettings(FrozenSettings):
     """The table `[ray]`: how many replicas there are, and what each takes of the cluster.
 
     Attributes:
         name: of the application; another name is another site of the same cluster.
         max_replicas: None: as `min_replicas`, so the number does not change.
+        ingress: with `door` each door listens at the site's port on its machine, with `proxy` Ray's proxies
+            do on every machine of the cluster; `auto`: the first where the cluster is one machine.
         gpus: a part such as 0.5 is shared with others.
         resources: of the cluster's own, such as those that name a kind of machine.
         scale_wait_s, scale_load: see `stoker.ray.autoscaling.ScaleRule`.
@@ -81,6 +93,7 @@ class RaySettings(FrozenSettings):
         None, "Replicas at most.", shown="as min_replicas", ge=1, le=MAX_REPLICAS
     )
     doors: int = setting(1, "Doors: programs that answer HTTP.", ge=1, le=MAX_REPLICAS)
+    ingress: Ingress = setting(Ingress.AUTO, "How HTTP comes to the doors.")
     cpus: float = setting(1.0, "CPUs that a replica reserves.", ge=0, lt=1e6)
     gpus: float = setting(0.0, "GPUs that a replica gets.", ge=0, lt=1e6)
     resources: Annotated[dict[str, float], BeforeValidator(_resources)] = setting(
@@ -146,7 +159,7 @@ class RaySite:
 
     Attributes:
         engine: of each replica.
-        server: of the doors; host and port are those of the cluster's HTTP proxies.
+        server: of the doors; host and port are those of Ray's proxies where HTTP comes through these.
         ray: how many of them there are.
     """
 
@@ -176,6 +189,10 @@ class RaySite:
         """Settings of the engine as a door has them: without those of models, which its replicas tell."""
         given = self.engine.model_dump(exclude_unset=True)
         return EngineSettings(**{name: value for name, value in given.items() if name not in _OF_REPLICAS})
+
+    def with_ingress(self, ingress: Ingress) -> RaySite:
+        """The same site whose doors are reached so."""
+        return dataclasses.replace(self, ray=self.ray.replace(ingress=ingress))
 
 
 def site_of(args: Mapping[str, Any]) -> RaySite:

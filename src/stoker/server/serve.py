@@ -50,13 +50,14 @@ _REASONS = {
 }
 
 
-def bind(host: str, port: int, setting: str = "port") -> socket.socket:
+def bind(host: str, port: int, setting: str = "port", *, is_shared: bool = False) -> socket.socket:
     """A listening socket; nothing else is started before the port is known to be ours.
 
     Args:
         host: name or address.
         port: 0 picks a free one.
         setting: the one that says which port, for messages.
+        is_shared: others of this user that say so too may listen there; each gets a part of what comes.
 
     Raises:
         MachineSetupError: the port is in use or may not be opened, or the address is not this machine's.
@@ -65,6 +66,8 @@ def bind(host: str, port: int, setting: str = "port") -> socket.socket:
     listener = socket.socket(family, kind, protocol)
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if is_shared:
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
         listener.bind(address)
         listener.listen(_BACKLOG)
     except OSError as error:

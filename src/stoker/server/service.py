@@ -42,6 +42,23 @@ _CLOSE_S = 5  # for connections to take their last bytes after every stream has 
 _LAST_BYTES_S = 0.3  # the same where the user does not wait
 
 
+_LEAVE_POLL_S = 0.1
+
+
+def _new_connections(settings: ServerSettings) -> Connections:
+    """As many as the settings say, and the process may open."""
+    raise_limit(settings.max_connections)
+    bound = connections_within(settings.max_connections)
+    if bound < settings.max_connections:
+        log.warning(
+            "%d connections at most instead of %d, as this process may open %d files (ulimit -n)",
+            bound,
+            settings.max_connections,
+            descriptor_limit(),
+        )
+    return Connections(bound, settings.receive_timeout_s)
+
+
 class _Server(uvicorn.Server):
     """uvicorn without signal handlers of its own: a signal first drains the runtime."""
 
@@ -80,10 +97,11 @@ class Service:
         self._listeners = [listener] if second is None else [listener, second]
         self._stopping = asyncio.Event()
         self.sleep = SleepSwitch(runtime)
+        self._connections = _new_connections(settings)
         self.server = _Server(
             uvicorn.Config(
                 create_app(self.context),
-                http=self._protocol(settings),
+                http=cast("type[asyncio.Protocol]", partial(Connection, self._connections)),
                 ws=cast("Literal['none']", WEBSOCKET),  # uvicorn imports a name like this one
                 ws_max_size=settings.max_body_bytes,
                 ws_per_message_deflate=False,
@@ -97,26 +115,28 @@ class Service:
             )
         )
 
-    @staticmethod
-    def _protocol(settings: ServerSettings) -> type[asyncio.Protocol]:
-        """What uvicorn makes a connection of."""
-        raise_limit(settings.max_connections)
-        bound = connections_within(settings.max_connections)
-        if bound < settings.max_connections:
-            log.warning(
-                "%d connections at most instead of %d, as this process may open %d files (ulimit -n)",
-                bound,
-                settings.max_connections,
-                descriptor_limit(),
-            )
-        connections = Connections(bound, settings.receive_timeout_s)
-        return cast("type[asyncio.Protocol]", partial(Connection, connections))
-
     def stop(self) -> None:
         """Begin the shutdown: refuse new work, drain, then end what is left. May be called twice."""
         self.context.is_stopping = True
         notify("STOPPING=1")
         self._stopping.set()
+
+    async def leave_port(self, within_s: float) -> None:
+        """Take no new connections, which go to whoever else listens there; afterwards `stop` loses nothing.
+
+        Connections end with their answers. One that is idle has as long as ever for another request: its
+        client cannot know.
+
+        Args:
+            within_s: past it this returns, although requests have not ended.
+        """
+        self._connections.dismiss()
+        for one in self.server.servers:
+            one.close()
+        loop = asyncio.get_running_loop()
+        idle_s, until_s = loop.time() + self.server.config.timeout_keep_alive, loop.time() + within_s
+        while len(self._connections) and (self.num_live or loop.time() < idle_s) and loop.time() < until_s:  # noqa: ASYNC110
+            await asyncio.sleep(_LEAVE_POLL_S)  # connections, requests and clients' clocks tell no one
 
     def hurry(self) -> None:
         """End what a shutdown waits for: requests at once, connections after their last bytes."""

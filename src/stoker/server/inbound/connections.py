@@ -89,10 +89,14 @@ class Connections:
     Args:
         bound: how many there may be.
         receive_timeout_s: seconds that a head may take.
+
+    Attributes:
+        are_dismissed: each ends with its next answer.
     """
 
     def __init__(self, bound: int, receive_timeout_s: float) -> None:
         self.receive_timeout_s = receive_timeout_s
+        self.are_dismissed = False
         self._bound = bound
         self._open: set[Connection] = set()
         self._waiting: dict[Connection, None] = {}  # for their clients, the longest first
@@ -102,6 +106,15 @@ class Connections:
 
     def __repr__(self) -> str:
         return f"Connections({len(self._open)} of {self._bound}, {len(self._waiting)} waiting)"
+
+    def __len__(self) -> int:
+        return len(self._open)
+
+    def dismiss(self) -> None:
+        """Have each end with its answer, the one that is being written or the next: clients connect anew."""
+        self.are_dismissed = True
+        for connection in self._open:
+            connection.end_with_answer()
 
     def enter(self, connection: Connection) -> None:
         """Take in a new connection, which waits for its client, or refuse it."""
@@ -377,6 +390,8 @@ class Connection(HttpToolsProtocol):
         self._disarm()
         self._is_in_head, self._num_head = False, 0
         super().on_headers_complete()
+        if self._all.are_dismissed:
+            self.end_with_answer()
 
     def on_message_complete(self) -> None:
         """The body has come."""
@@ -421,6 +436,11 @@ class Connection(HttpToolsProtocol):
             self._arm(_LINGER_S, self.give_way)
         else:  # an error in the middle of another answer would be read as a part of it
             self.give_way()
+
+    def end_with_answer(self) -> None:
+        """Close once the request that came last is answered, if there is one."""
+        if self.cycle is not None:
+            self.cycle.keep_alive = False
 
     def give_way(self) -> None:
         """Close at once, whatever is still to be written."""
