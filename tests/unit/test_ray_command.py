@@ -47,6 +47,36 @@ config = CliRunner().invoke(app, ["ray", "config", file])
 print(json.dumps([versions, config.stdout, nowhere.exit_code, nowhere.stderr]))
 """
 """A program of its own: what Ray warns of at its import is an error in a test."""
+INGRESS = """\
+import json, sys
+import httpx, ray
+from types import SimpleNamespace
+from ray import serve
+from stoker.ray import deploy
+from stoker.ray.site import Ingress, site_of
+found = {}
+args, cases = json.loads(sys.argv[1])
+for name, (machines, proxies, apps, answers) in cases.items():
+    ray.nodes = lambda: [{"Alive": True}] * machines + [{"Alive": False}]
+    serve.status = lambda: SimpleNamespace(proxies=proxies, applications=apps)
+    def get(url, **_how):
+        assert url == "http://127.0.0.1:8686/-/healthz"
+        if not answers:
+            raise httpx.ConnectError("refused")
+        return httpx.Response(answers)
+    deploy.httpx.get = get
+    found[name] = deploy._fitting_ingress("http://127.0.0.1:8686").value
+site = site_of(args)
+for ingress in (Ingress.DOOR, Ingress.PROXY, Ingress.AUTO):
+    own = site.with_ingress(ingress)
+    door = deploy.build(own.as_args())._bound_deployment
+    found[f"built {ingress}"] = {
+        "stop_s": door.init_args[3:], "limit_s": door._deployment_config.graceful_shutdown_timeout_s,
+        "surge": door._deployment_config.max_surge_percent, "version": door.version,
+    }
+    found[f"config {ingress}"] = deploy.serve_config(own)
+print(json.dumps(found))
+"""
 
 
 @pytest.fixture
@@ -115,6 +145,40 @@ def test_ray_serve_is_told_the_site_and_what_is_equal_keeps_its_version(file: Pa
 
     refused = "stoker: no cluster of Ray answers at 127.0.0.1:1: Connection refused\n"
     assert (exit_code, nowhere) == (2, refused), "Ray itself tries for minutes"
+
+
+CASES = {  # machines, proxies, other sites, what is answered at /-/healthz; how doors are reached then
+    "one machine": (1, {}, {}, 0, "door"),
+    "one machine, redeployed": (1, {}, {"stoker": 1}, 404, "door"),
+    "two machines": (2, {}, {}, 0, "proxy"),
+    "a proxy has the port": (1, {"n": 1}, {"stoker": 1}, 200, "proxy"),
+    "proxies at another port": (1, {"n": 1}, {"other": 1}, 0, "door"),
+    "proxies and two machines": (2, {"n": 1}, {"other": 1}, 0, "proxy"),
+    "two machines, Serve without proxies": (2, {}, {"stoker": 1}, 404, "door"),
+}
+
+
+@pytest.mark.long
+def test_doors_listen_by_themselves_where_the_cluster_is_one_machine(file: Path) -> None:
+    """P43: and go through Ray's proxies where there are more, or where those have the port."""
+    args = read_site(file).as_args()
+    given = json.dumps([args, {name: case[:4] for name, case in CASES.items()}])
+    done = subprocess.run(
+        [sys.executable, "-c", INGRESS, given], capture_output=True, text=True, check=False, timeout=60
+    )
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert {name: found[name] for name in CASES} == {name: case[4] for name, case in CASES.items()}
+    own, proxied = found["built door"], found["built proxy"]
+    assert (own["stop_s"], own["limit_s"]) == ([600.0], 600.0 + 10.0 + 10.0), "stop_s, drain_s and to close"
+    assert (proxied["stop_s"], proxied["limit_s"], proxied["surge"]) == ([], 600.0, 0)
+    assert own["surge"] == 0, "no cluster says that there is room"
+    assert found["built auto"] == proxied, "`serve deploy` asks nothing of a cluster"
+    assert own["version"] != proxied["version"]
+    config = yaml.safe_load(found["config door"])
+    assert (config["proxy_location"], config["applications"][0]["route_prefix"]) == ("Disabled", None)
+    config = yaml.safe_load(found["config auto"])
+    assert (config["proxy_location"], config["applications"][0]["route_prefix"]) == ("EveryNode", "/")
 
 
 def test_the_page_names_every_key_of_the_table() -> None:

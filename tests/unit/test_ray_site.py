@@ -74,6 +74,7 @@ def test_files_named_from_here_are_found_from_anywhere(tmp_path, monkeypatch) ->
         ("resources = { GPU = 1 }", "ray.resources", "cpus and gpus say"),
         ("resources = { rack = -1 }", "ray.resources", "rack: -1"),
         ('name = "a b"', "ray.name", "no name of an application"),
+        ('ingress = "window"', "ray.ingress", "'auto', 'door' or 'proxy'"),
     ],
 )
 def test_a_wrong_table_is_told_with_file_and_key(tmp_path, table: str, place: str, says: str) -> None:
