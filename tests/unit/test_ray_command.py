@@ -48,7 +48,7 @@ print(json.dumps([versions, config.stdout, nowhere.exit_code, nowhere.stderr]))
 """
 """A program of its own: what Ray warns of at its import is an error in a test."""
 INGRESS = """\
-import json, sys
+import dataclasses, json, sys
 import httpx, ray
 from types import SimpleNamespace
 from ray import serve
@@ -67,6 +67,26 @@ for name, (machines, proxies, apps, answers) in cases.items():
     deploy.httpx.get = get
     found[name] = deploy._fitting_ingress("http://127.0.0.1:8686").value
 site = site_of(args)
+
+def refused(ingress, proxies, apps, answers):
+    serve.status = lambda: SimpleNamespace(proxies=proxies, applications=apps)
+    deploy.httpx.get = lambda url, **_how: httpx.Response(answers)
+    deploy.site_status = apps.get
+    try:
+        deploy._check_ingress(taken.with_ingress(ingress), "http://127.0.0.1:8686")
+    except deploy.MachineSetupError as error:
+        return error.message
+
+with deploy.bind("127.0.0.1", 0, is_shared=True) as listener:  # a door of some site
+    taken = dataclasses.replace(site, server=site.server.replace(port=listener.getsockname()[1]))
+    found["refused"] = [
+        refused(Ingress.DOOR, {}, {}, 404), refused(Ingress.DOOR, {}, {"stoker": 1}, 404),
+        refused(Ingress.DOOR, {"n": 1}, {"stoker": 1}, 200), refused(Ingress.PROXY, {}, {"stoker": 1}, 404),
+        refused(Ingress.PROXY, {"n": 1}, {"stoker": 1}, 404), refused(Ingress.PROXY, {}, {}, 404),
+    ]
+found["reason"] = [deploy.reason(text) for text in (
+    "Door: it failed. Error:\\n  File x\\nstoker.errors.MachineSetupError: port 1 is in use", "no such thing"
+)]
 for ingress in (Ingress.DOOR, Ingress.PROXY, Ingress.AUTO):
     own = site.with_ingress(ingress)
     door = deploy.build(own.as_args())._bound_deployment
@@ -169,6 +189,15 @@ def test_doors_listen_by_themselves_where_the_cluster_is_one_machine(file: Path)
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
     assert {name: found[name] for name in CASES} == {name: case[4] for name, case in CASES.items()}
+    assert found["reason"] == ["port 1 is in use", "no such thing"]
+    in_use, by_proxies, no_proxies = (
+        "is in use; stop the other program",
+        "Ray's proxies listen",
+        "without proxies",
+    )
+    for told, says in zip(found["refused"], [in_use, None, by_proxies, no_proxies, None, None], strict=True):
+        assert (told is None) if says is None else says in told
+    assert "choose another port with `port` in the file" in found["refused"][0]
     own, proxied = found["built door"], found["built proxy"]
     assert (own["stop_s"], own["limit_s"]) == ([600.0], 600.0 + 10.0 + 10.0), "stop_s, drain_s and to close"
     assert (proxied["stop_s"], proxied["limit_s"], proxied["surge"]) == ([], 600.0, 0)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import re
 import socket
 import time
 import warnings
@@ -26,6 +27,7 @@ from stoker.errors import InvalidRequestError, MachineSetupError
 from stoker.ray.door import Door, ProxiedDoor
 from stoker.ray.replica import StokerReplica
 from stoker.ray.site import Ingress, RaySite, digest_of, site_of
+from stoker.server.serve import bind
 
 if TYPE_CHECKING:
     from ray.serve import Application
@@ -63,6 +65,7 @@ ANSWER_S = 10.0
 """In which the door answers at the address of the site once everything runs."""
 CLOSE_S = 10.0
 """What a door of its own port has beside `stop_s` and `drain_s`: to tell what is cut short, and to close."""
+_OWN_ERROR = re.compile(r"^stoker\.errors\.\w+: (.+)$", re.MULTILINE)
 _FAILED = frozenset({"DEPLOY_FAILED", "UNHEALTHY"})
 _ANY = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}  # noqa: S104 - where a server of any address is asked from here
 
@@ -304,6 +307,7 @@ def deploy(site: RaySite, tell: Tell) -> str:
     url = f"http://{_ANY.get(server.host, server.host)}:{server.port}"
     if site.ray.ingress is Ingress.AUTO:
         site = site.with_ingress(_fitting_ingress(url))
+    _check_ingress(site, url)
     app = build(site.as_args())
     if short := missing_resources(site):
         tell(short)
@@ -336,6 +340,27 @@ def _fitting_ingress(url: str) -> Ingress:
     return Ingress.DOOR if runs_without or has_one else Ingress.PROXY
 
 
+def _check_ingress(site: RaySite, url: str) -> None:
+    """Refuse what would not answer, or would share what comes with others.
+
+    Raises:
+        MachineSetupError: other programs, sites or Ray's proxies listen where doors are to; there are no
+            proxies to be had.
+    """
+    host, port = site.server.host, site.server.port
+    if not _is_own(site):
+        status = serve.status()
+        if status.applications and not status.proxies:
+            text = "ray.ingress: Ray Serve runs without proxies; `serve shutdown` ends it, with all its sites"
+            raise MachineSetupError(text, param="ray.ingress")
+        return
+    if _is_answered_by_proxy(url):
+        text = f"Ray's proxies listen at port {port}; choose another, or end them with `serve shutdown`"
+        raise MachineSetupError(text, param="port", port=port)
+    is_update = site_status(site.ray.name) is not None
+    bind(host, port, is_shared=is_update, flag="`port` in the file").close()
+
+
 def _is_answered_by_proxy(url: str) -> bool:
     """Whether a proxy of Ray listens there: of a site's door no such path is known."""
     try:
@@ -364,10 +389,16 @@ def _wait(name: str, tell: Tell) -> None:
                 told = line
             if one.state in _FAILED:
                 why = "; ".join(filter(None, [one.message, *(part.message for part in one.parts)]))
-                raise MachineSetupError(f"the site {name} is {one.state.lower()}: {why}", param="ray")
+                raise MachineSetupError(f"the site {name} is {one.state.lower()}: {reason(why)}", param="ray")
             if one.state == "RUNNING":
                 return
         time.sleep(POLL_S)
+
+
+def reason(message: str) -> str:
+    """Why a deployment has failed, of what Ray says of it: our own error, without the stack around it."""
+    found = _OWN_ERROR.findall(message)
+    return str(found[-1]) if found else message
 
 
 def _check_answer(url: str) -> None:

@@ -42,7 +42,7 @@ class Door:
         self._machines = ReplicaMachines(replicas, GateRuntime(EngineSettings(**engine), []))
         start = await self._machines.started()
         try:  # not before it serves: each of two doors at a port gets a part of what comes
-            listener = bind(settings.host, settings.port, is_shared=True)
+            listener = bind(settings.host, settings.port, is_shared=True, flag="`port` in the file")
             self._service = Service(self._machines.runtime, settings, listener)
         except BaseException:
             await start.close_runtime()

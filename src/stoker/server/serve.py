@@ -50,13 +50,16 @@ _REASONS = {
 }
 
 
-def bind(host: str, port: int, setting: str = "port", *, is_shared: bool = False) -> socket.socket:
+def bind(
+    host: str, port: int, setting: str = "port", *, is_shared: bool = False, flag: str = ""
+) -> socket.socket:
     """A listening socket; nothing else is started before the port is known to be ours.
 
     Args:
         host: name or address.
         port: 0 picks a free one.
         setting: the one that says which port, for messages.
+        flag: how people give it, for messages; empty: by an option of the setting's name.
         is_shared: others of this user that say so too may listen there; each gets a part of what comes.
 
     Raises:
@@ -73,7 +76,7 @@ def bind(host: str, port: int, setting: str = "port", *, is_shared: bool = False
     except OSError as error:
         listener.close()
         reason = _REASONS.get(error.errno or 0, f"cannot be opened: {error.strerror}")
-        reason = reason.format(flag=f"--{setting.replace('_', '-')}")
+        reason = reason.format(flag=flag or f"--{setting.replace('_', '-')}")
         raise MachineSetupError(f"port {port} on {host} {reason}", param=setting, port=port) from None
     return listener
 
