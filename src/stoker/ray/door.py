@@ -38,6 +38,7 @@ class Door:
         self, replicas: DeploymentHandle[Any], engine: dict[str, Any], server: dict[str, Any], stop_s: float
     ) -> None:
         self._stop_s = stop_s
+        self._service: Service | None = None
         settings = ServerSettings(**server)
         self._machines = ReplicaMachines(replicas, GateRuntime(EngineSettings(**engine), []))
         start = await self._machines.started()
@@ -54,6 +55,8 @@ class Door:
 
     async def __del__(self) -> None:
         """Ray's destructor: what it has ends first; new requests go to the door that takes its place."""
+        if self._service is None:  # it never began
+            return
         await self._service.leave_port(self._stop_s)
         self._service.stop()
         await asyncio.gather(self._serving, return_exceptions=True)
