@@ -72,10 +72,12 @@ async def test_who_leaves_a_port_loses_no_request() -> None:
             again = await idle.get("/health")
             assert (again.status_code, again.headers.get("connection")) == (200, "close")
             assert old.service.num_live == 1, "it is the old one that has answered"
+            answered = old.service.server.server_state.total_requests
             for _ in range(20):
                 async with httpx.AsyncClient(base_url=url) as fresh:
                     text = await fresh.post("/v1/completions", json=BODY | {"max_tokens": 1})
                     assert text.status_code == 200
+            assert old.service.server.server_state.total_requests == answered, "new ones are not its"
             rest = [line async for line in lines if line]
         assert rest[-1] == "data: [DONE]"
         assert '"finish_reason":"length"' in rest[-2]

@@ -334,10 +334,12 @@ def _fitting_ingress(url: str) -> Ingress:
     Through Ray's proxies where these listen there already; Serve that runs without any can be given none.
     """
     status = serve.status()
-    runs_without = bool(status.applications) and not status.proxies
+    if status.applications and not status.proxies:
+        return Ingress.DOOR
     num_machines = sum(node["Alive"] for node in ray.nodes())  # type: ignore[no-untyped-call] # Ray's
-    has_one = num_machines == 1 and not (status.proxies and _is_answered_by_proxy(url))
-    return Ingress.DOOR if runs_without or has_one else Ingress.PROXY
+    if num_machines > 1 or (status.proxies and _is_answered_by_proxy(url)):
+        return Ingress.PROXY
+    return Ingress.DOOR
 
 
 def _check_ingress(site: RaySite, url: str) -> None:
